@@ -1,0 +1,166 @@
+"""Component configuration: one frozen dataclass each, filled from defaults < environment < flags.
+
+A component declares a dataclass whose fields carry their help through ``option``; ``parse`` turns it into flags
+(``lease_ttl_s`` → ``--lease-ttl-s``), reads ``OMNI_<COMPONENT>_<FIELD>`` variables, and returns the object. After that
+the object is the only truth. Every command gets ``--print-config``. Wrong values end the process with exit code 2 and
+a message that names the flag or variable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import orjson
+
+T = TypeVar("T")
+Check = Callable[[Any], None]
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    *,
+    help: str,
+    check: Check | None = None,
+    flags: Sequence[str] = (),
+    choices: Sequence[str] = (),
+) -> Any:
+    """A dataclass field that is also a flag.
+
+    ``help`` says what it is, with its unit. ``check`` raises ``ValueError`` for values that are not accepted.
+    ``flags`` are further spellings. A field without default is required.
+    """
+    metadata = {"help": help, "check": check, "flags": tuple(flags), "choices": tuple(choices)}
+    if isinstance(default, list | dict | set):
+        raise TypeError("option: give a tuple, defaults are shared")
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def positive(value: float) -> None:
+    """Accept numbers above 0."""
+    if not math.isfinite(value) or value <= 0:
+        raise ValueError(f"must be a number above 0, got {value:g}")
+
+
+def host_port(value: str) -> None:
+    """Accept "host:port" with a port of 0 to 65535; 0 takes any free port."""
+    host, separator, port = value.rpartition(":")
+    if not separator or not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"must be host:port, got {value!r}")
+
+
+def host_ports(value: Sequence[str]) -> None:
+    """Accept a list of at least one "host:port"."""
+    if not value:
+        raise ValueError("needs at least one host:port")
+    for item in value:
+        host_port(item)
+
+
+def split_host_port(value: str) -> tuple[str, int]:
+    """ "host:port" in its two parts; IPv6 hosts without brackets."""
+    host, _, port = value.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def parse(
+    cls: type[T],
+    argv: Sequence[str],
+    *,
+    program: str,
+    component: str,
+    environ: Mapping[str, str] = os.environ,
+    epilog: str = "",
+) -> T:
+    """Fill ``cls`` from ``environ`` and ``argv``. Exits: code 2 for wrong input, 0 for --help and --print-config."""
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description=(cls.__doc__ or "").strip().split("\n\n")[0].replace("\n", " "),
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    hints = typing.get_type_hints(cls)
+    fields = [field for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
+    for field in fields:
+        _add_flag(parser, field, hints[field.name], component)
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the effective configuration as JSON and exit"
+    )
+    given = vars(parser.parse_args(list(argv)))
+
+    values: dict[str, Any] = {}
+    for field in fields:
+        source = f"--{field.name.replace('_', '-')}"
+        raw = given[field.name]
+        if raw is None and (text := environ.get(_variable(component, field.name))) is not None:
+            source, raw = _variable(component, field.name), text
+        if raw is None:
+            if field.default is dataclasses.MISSING:
+                parser.error(f"{source}: required (or {_variable(component, field.name)})")
+            continue
+        try:
+            values[field.name] = _convert(raw, hints[field.name])
+            choices = field.metadata["choices"]
+            if choices and values[field.name] not in choices:
+                raise ValueError(f"must be one of {', '.join(choices)}, got {raw!r}")
+            if (check := field.metadata["check"]) is not None:
+                check(values[field.name])
+        except ValueError as error:
+            parser.error(f"{source}: {error}")
+    config = cls(**values)
+    if given["print_config"]:
+        print(orjson.dumps(config, option=orjson.OPT_INDENT_2).decode())
+        raise SystemExit(0)
+    return config
+
+
+def _variable(component: str, name: str) -> str:
+    return f"OMNI_{component}_{name}".upper().replace("-", "_")
+
+
+def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hint: Any, component: str) -> None:
+    meta = field.metadata
+    text = meta["help"]
+    if field.default not in (dataclasses.MISSING, None, "", ()):
+        shown = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+        text += f" (default: {shown})"
+    text += f" [{_variable(component, field.name)}]"
+    names = [f"--{field.name.replace('_', '-')}", *meta["flags"]]
+    kwargs: dict[str, Any] = {"dest": field.name, "default": None, "help": text.replace("%", "%%")}
+    if hint is bool:
+        parser.add_argument(*names, action=argparse.BooleanOptionalAction, **kwargs)
+    else:
+        metavar = "{" + ",".join(meta["choices"]) + "}" if meta["choices"] else _metavar(hint)
+        parser.add_argument(*names, metavar=metavar, **kwargs)
+
+
+def _metavar(hint: Any) -> str:
+    return {int: "N", float: "X"}.get(hint, "TEXT")
+
+
+def _convert(raw: Any, hint: Any) -> Any:
+    if isinstance(hint, types.UnionType):
+        hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
+    if hint is bool:
+        if isinstance(raw, bool):
+            return raw
+        if raw.lower() in ("1", "true", "yes", "on"):
+            return True
+        if raw.lower() in ("0", "false", "no", "off"):
+            return False
+        raise ValueError(f"must be true or false, got {raw!r}")
+    if hint is int or hint is float:
+        try:
+            return hint(raw)
+        except ValueError:
+            raise ValueError(f"must be {'a whole number' if hint is int else 'a number'}, got {raw!r}") from None
+    if typing.get_origin(hint) is tuple:
+        return tuple(part.strip() for part in raw.split(",") if part.strip())
+    return raw

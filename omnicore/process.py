@@ -1,0 +1,77 @@
+"""Running as a service: event loop, signals, ready file, children that die with their parent."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+import uvloop
+
+from omnicore import errors
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(sig: signal.Signals = signal.SIGTERM) -> None:
+    """Ask the kernel to send ``sig`` to this process when its parent ends. Use as ``preexec_fn``, or at start."""
+    _libc.prctl(_PR_SET_PDEATHSIG, int(sig), 0, 0, 0)
+
+
+class Shutdown:
+    """SIGTERM and SIGINT as an event. The second signal exits at once, with 128 + its number."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self._signal: signal.Signals | None = None
+
+    def install(self) -> None:
+        """Take over both signals; call from the running loop."""
+        loop = asyncio.get_running_loop()
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(sig, self._on_signal, sig)
+
+    def request(self) -> None:
+        """Begin the shutdown without a signal."""
+        self._event.set()
+
+    async def wait(self) -> None:
+        """Return when a shutdown was asked for."""
+        await self._event.wait()
+
+    @property
+    def requested(self) -> bool:
+        """True once a shutdown was asked for."""
+        return self._event.is_set()
+
+    def _on_signal(self, sig: signal.Signals) -> None:
+        if self._signal is not None:
+            os._exit(128 + int(sig))
+        self._signal = sig
+        self._event.set()
+
+
+def write_ready_file(path: str, content: Mapping[str, Any]) -> None:
+    """Tell whoever started us that we serve: JSON, written whole or not at all. Nothing for an empty ``path``."""
+    if not path:
+        return
+    target = Path(path)
+    partial = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    partial.write_bytes(orjson.dumps({"pid": os.getpid(), **content}))
+    partial.rename(target)
+
+
+def run(main: Coroutine[Any, Any, int]) -> int:
+    """Run a service on uvloop and return its exit code; typed errors become one line and their own code."""
+    try:
+        return uvloop.run(main)
+    except errors.OmniError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return error.row.exit_code

@@ -1,0 +1,210 @@
+"""gRPC plumbing that every service shares: channels, servers, error mapping.
+
+``serve`` gives a server the standard services (health, reflection, channelz) and the error interceptor, so servicers
+only translate, call and raise typed errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+from grpc_channelz.v1 import channelz
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE_NAME
+from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]
+from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION_SERVICE_NAME
+
+from omnicore import errors
+from omnicore.log import get_logger
+
+if TYPE_CHECKING:
+    # The stubs make these generic; at run time they are not.
+    Interceptor = grpc.aio.ServerInterceptor[Any, Any]
+    ServicerContext = grpc.aio.ServicerContext[Any, Any]
+else:
+    Interceptor = grpc.aio.ServerInterceptor
+    ServicerContext = grpc.aio.ServicerContext
+
+_log = get_logger(__name__)
+
+# A frame of one engine step is far below this; deploy files are at most 1 MiB; Fetch pieces are 1 MiB.
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+
+_CHANNELZ_NAME = "grpc.channelz.v1.Channelz"
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A peer that vanished without a FIN is noticed after 10 + 3 s at the latest; kills break the stream at once.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Channels to the same address must not share a connection: a session must notice its own peer's death.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+)
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Two servers on one port would share its connections at random; a taken port must be an error.
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+def channel(target: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
+    """A channel to ``target`` ("host:port") with the project's options; plaintext without ``credentials``."""
+    if credentials is None:
+        return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
+
+
+class ErrorInterceptor(Interceptor):
+    """Turns typed errors that a servicer raises into gRPC status with details; unknown ones into INTERNAL, logged."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Wrap the handler of the called method."""
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or not method.startswith("/omni."):
+            return handler
+        if handler.response_streaming:
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+            inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
+            return make(
+                _streaming(inner, method),
+                request_deserializer=handler.request_deserializer,
+                response_serializer=handler.response_serializer,
+            )
+        make = (
+            grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
+        )
+        inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
+        return make(
+            _unary(inner, method),
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+
+def _unary(inner: Any, method: str) -> Any:
+    async def call(request: Any, context: ServicerContext) -> Any:
+        try:
+            return await inner(request, context)
+        except Exception as error:  # noqa: BLE001 -- the edge of the process: everything becomes a status
+            await _abort(context, error, method)
+
+    return call
+
+
+def _streaming(inner: Any, method: str) -> Any:
+    async def call(request: Any, context: ServicerContext) -> AsyncIterator[Any]:
+        try:
+            async for response in inner(request, context):
+                yield response
+        except Exception as error:  # noqa: BLE001 -- the edge of the process: everything becomes a status
+            await _abort(context, error, method)
+
+    return call
+
+
+async def _abort(context: ServicerContext, error: Exception, method: str) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    typed = errors.from_exception(error)
+    if isinstance(typed, errors.InternalError) and typed is not error:
+        _log.exception("rpc failed", method=method)
+    await context.abort(typed.code, typed.message, errors.trailers(typed))
+
+
+@dataclasses.dataclass(slots=True)
+class RunningServer:
+    """A started server and the port it really has."""
+
+    server: grpc.aio.Server
+    port: int
+    health: health_aio.HealthServicer
+    service_names: Sequence[str]
+
+    async def set_serving(self, serving: bool) -> None:
+        """Answer health checks with SERVING or NOT_SERVING, for the whole server and each service."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", *self.service_names):
+            await self.health.set(name, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new calls; give running ones ``grace_s`` seconds, then cancel them."""
+        await self.health.enter_graceful_shutdown()
+        await self.server.stop(grace_s)
+
+
+async def serve(
+    add_servicers: Callable[[grpc.aio.Server], None],
+    service_names: Sequence[str],
+    *,
+    host: str,
+    port: int,
+    credentials: grpc.ServerCredentials | None = None,
+    interceptors: Sequence[Interceptor] = (),
+) -> RunningServer:
+    """Start a server with the caller's servicers plus health, reflection and channelz.
+
+    ``port`` 0 takes any free port; the result says which. ``service_names`` are full proto names, for health and
+    reflection. Raises ``UnavailableError`` if the address cannot be bound; it never picks another one.
+    """
+    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(ErrorInterceptor(), *interceptors))
+    add_servicers(server)
+    health_servicer = health_aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    channelz.add_channelz_servicer(server)  # type: ignore[arg-type]
+    names = (*service_names, HEALTH_SERVICE_NAME, _CHANNELZ_NAME, REFLECTION_SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        bound = (
+            server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
+        )
+    except RuntimeError as error:
+        raise errors.UnavailableError(
+            f"cannot listen on {address}: {error}", reason="ADDRESS_IN_USE", metadata={"address": address}
+        ) from error
+    if bound == 0:
+        raise errors.UnavailableError(
+            f"cannot listen on {address}", reason="ADDRESS_IN_USE", metadata={"address": address}
+        )
+    await server.start()
+    return RunningServer(server, bound, health_servicer, tuple(service_names))
+
+
+async def first_ready(channels: Sequence[grpc.aio.Channel], timeout_s: float) -> None:
+    """Wait until one of the channels is connected. Raises ``TimeoutError`` after ``timeout_s`` seconds."""
+    waits = [asyncio.ensure_future(c.channel_ready()) for c in channels]
+    try:
+        done, _ = await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            raise TimeoutError(f"no connection within {timeout_s:g} s")
+    finally:
+        for wait in waits:
+            wait.cancel()

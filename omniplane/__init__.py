@@ -1,0 +1,1 @@
+"""The ``omniplane`` command: one subcommand per service, loaded only when asked for."""

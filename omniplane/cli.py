@@ -1,0 +1,38 @@
+"""``omniplane SERVICE [flags]``: runs one service in the foreground."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+
+# Services are named, not imported: each process loads only its own, and none depends on another.
+SERVICES: dict[str, tuple[str, str]] = {
+    "control-plane": ("control_plane.app", "registration, liveness, pipelines and admin verbs, over etcd"),
+    "gateway": ("gateway.app", "OpenAI HTTP and gRPC, routed over the stage graph"),
+    "stage-worker": ("stage_worker.app", "one replica of one stage"),
+    "etcd": ("control_plane.etcd.server", "a private single-node etcd, for one machine"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the service that the first argument names; returns its exit code, 2 for an unknown one."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if args else 2
+    if args[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"omniplane {version('omniplane')}")
+        return 0
+    if args[0] not in SERVICES:
+        print(f"error: unknown service {args[0]!r}; known: {', '.join(SERVICES)}", file=sys.stderr)
+        return 2
+    service: Callable[[Sequence[str]], int] = importlib.import_module(SERVICES[args[0]][0]).main
+    return service(args[1:])
+
+
+def _usage() -> str:
+    rows = "\n".join(f"  {name:14} {text}" for name, (_, text) in SERVICES.items())
+    return f"usage: omniplane SERVICE [flags]\n\nservices:\n{rows}\n\nomniplane SERVICE --help lists the flags of one."

@@ -1,0 +1,132 @@
+"""The engine contract: what a stage worker asks of whatever does the work.
+
+An engine serves many requests at once. The worker calls ``execute`` once per request and iterates; everything else is
+called between requests or beside them. Engines know nothing of gRPC, gateways, etcd or connectors: their inputs arrive
+as ``Payload`` streams and their outputs leave as ``EngineOutput``.
+
+Guarantees an engine gives: outputs of one request come in order; the last output has ``finish``; an exception from the
+iterator fails that request only; after ``aclose()`` of the iterator, or ``abort``, the request holds nothing.
+``probe`` answers only while the engine can make progress: it must go through the same thread, process or queue as the
+work does, so that a hung engine does not answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from connectors.payload import Payload
+from omni.v1 import pipeline_pb2, prompt_pb2, sampling_pb2, types_pb2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a started engine is."""
+
+    model: str
+    kv_layout: str = ""
+    """Block size and dtype of the KV cache ("16:bfloat16"); empty without one."""
+    max_num_seqs: int = 0
+    """Requests worked on at a time; 0: no limit of its own."""
+    details: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """For logs and GetStageInfo: versions, devices."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One call, as the engine sees it."""
+
+    request_id: str
+    """Unique among the calls that run on this engine (request id and attempt)."""
+    prompt: prompt_pb2.Prompt | None
+    """Set at the stage where the request enters the pipeline."""
+    inputs: Mapping[int, AsyncIterator[Payload]]
+    """Upstream stage id → its chunks, in order. Ends after the last; raises if the producer failed. Payloads are
+    valid until the next one is asked for: copy what must live longer."""
+    sampling: sampling_pb2.SamplingParams
+    """Complete: request over stage defaults."""
+    speech: prompt_pb2.SpeechOptions
+    wants_output: bool
+    """The client wants this stage's text or media. False: only `chunk`s matter."""
+    downstream: Sequence[int] = ()
+    """Stages that read this call's chunks. Empty: make none."""
+    trace_parent: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MediaInfo:
+    """How to read media bytes."""
+
+    mime_type: str
+    """"audio/pcm" is signed 16-bit little-endian, interleaved."""
+    sample_rate_hz: int = 0
+    channels: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finish:
+    """The end of a request."""
+
+    reason: str
+    """"stop" or "length" for token engines; "stop" for others."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineOutput:
+    """What one step brought for one request. All parts are optional; empty outputs are not sent on."""
+
+    text: str = ""
+    """Text added. The worker also cuts it into chunks for text edges (by step, sentence or at the end), so a text
+    engine never fills ``chunk``."""
+    token_ids: Sequence[int] = ()
+    media: bytes = b""
+    media_info: MediaInfo | None = None
+    """With the first media bytes of a request."""
+    chunk: Payload | None = None
+    """Tensors or bytes for downstream stages."""
+    finish: Finish | None = None
+    """In the last output only."""
+
+
+class Engine(Protocol):
+    """One replica's engine. Constructed by ``stage_worker.engines.create_engine`` with the stage's plan."""
+
+    async def start(self) -> EngineInfo:
+        """Load everything; the replica becomes READY when this returns. Raises ``InvalidRequestError`` for engine
+        arguments that are wrong, ``UnavailableError`` for a library or device that is not there."""
+        ...
+
+    def execute(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        """Run one request."""
+        ...
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request now; its iterator then ends or raises. False: it is not here."""
+        ...
+
+    def load(self) -> types_pb2.LoadReport:
+        """Load now; the worker fills in the transfer fields. Cheap: called every beat."""
+        ...
+
+    async def probe(self) -> None:
+        """Return as soon as the engine has shown that it can make progress."""
+        ...
+
+    async def control(self, method: types_pb2.ControlMethod.ValueType, args: Mapping[str, Any]) -> dict[str, Any]:
+        """sleep, wake_up, profile, reset_prefix_cache. Raises ``UnimplementedError`` where there is no such thing."""
+        ...
+
+    async def close(self) -> None:
+        """Free everything. May be called more than once, and after a failed ``start``."""
+        ...
+
+
+class EngineFactory(Protocol):
+    """What the entry-point group ``omniplane.engines`` holds."""
+
+    def __call__(self, stage: pipeline_pb2.Stage, devices: Sequence[str]) -> Engine:
+        """An engine that is not started yet. Raises ``InvalidRequestError`` for wrong engine arguments."""
+        ...
