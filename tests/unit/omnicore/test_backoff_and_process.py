@@ -1,0 +1,28 @@
+"""Back-off grows to its limit; ready files appear whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+
+from omnicore.backoff import Backoff
+from omnicore.process import write_ready_file
+
+
+def test_backoff_doubles_to_its_limit_within_jitter() -> None:
+    backoff = Backoff(initial_s=0.1, max_s=1.0, rng=random.Random(1))
+    expected = [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+    for base in expected:
+        assert 0.5 * base <= backoff.next_delay_s() <= 1.5 * base
+    backoff.reset()
+    assert backoff.next_delay_s() <= 0.15
+
+
+def test_ready_file_is_complete_json(tmp_path: Path) -> None:
+    target = tmp_path / "ready.json"
+    write_ready_file(str(target), {"address": "127.0.0.1:1"})
+    assert json.loads(target.read_text()) == {"pid": os.getpid(), "address": "127.0.0.1:1"}
+    assert list(tmp_path.iterdir()) == [target]
+    write_ready_file("", {"ignored": True})

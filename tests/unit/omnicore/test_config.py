@@ -1,0 +1,74 @@
+"""Configuration: precedence, conversion, and errors that name the flag or variable."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from omnicore import config
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A sample component."""
+
+    peers: tuple[str, ...] = config.option(help="peers", check=config.host_ports)
+    ttl_s: float = config.option(10.0, help="seconds", check=config.positive)
+    count: int = config.option(1, help="how many")
+    loud: bool = config.option(False, help="be loud")
+    policy: str = config.option("a", help="policy", choices=("a", "b"))
+    limit: int | None = config.option(None, help="limit")
+
+
+def parse(*argv: str, **environ: str) -> Sample:
+    return config.parse(Sample, argv, program="sample", component="sample", environ=environ)
+
+
+def test_defaults_environment_flags_in_that_order() -> None:
+    assert parse("--peers", "a:1,b:2") == Sample(peers=("a:1", "b:2"))
+    assert parse("--peers", "a:1", OMNI_SAMPLE_TTL_S="3").ttl_s == 3.0
+    assert parse("--peers", "a:1", "--ttl-s", "4", OMNI_SAMPLE_TTL_S="3").ttl_s == 4.0
+    assert parse(OMNI_SAMPLE_PEERS="h:7", OMNI_SAMPLE_LOUD="yes", OMNI_SAMPLE_LIMIT="5") == Sample(
+        peers=("h:7",), loud=True, limit=5
+    )
+    assert parse("--peers", "a:1", "--no-loud", OMNI_SAMPLE_LOUD="1").loud is False
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "message"),
+    [
+        ((), {}, "--peers: required"),
+        (("--peers", "nope"), {}, "--peers: must be host:port, got 'nope'"),
+        (("--peers", "a:70000"), {}, "--peers: must be host:port"),
+        (("--peers", ","), {}, "--peers: needs at least one"),
+        (("--peers", "a:1", "--ttl-s", "nan"), {}, "--ttl-s: must be a number above 0"),
+        (("--peers", "a:1", "--ttl-s", "-1"), {}, "--ttl-s: must be a number above 0"),
+        (("--peers", "a:1", "--count", "1.5"), {}, "--count: must be a whole number"),
+        (("--peers", "a:1", "--policy", "c"), {}, "--policy: must be one of a, b"),
+        (("--peers", "a:1"), {"OMNI_SAMPLE_LOUD": "maybe"}, "OMNI_SAMPLE_LOUD: must be true or false"),
+        (("--peers", "a:1", "--typo", "1"), {}, "unrecognized arguments: --typo"),
+    ],
+)
+def test_wrong_input_exits_2_and_names_its_source(
+    argv: tuple[str, ...], environ: dict[str, str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        parse(*argv, **environ)
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_print_config_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        parse("--peers", "a:1", "--print-config")
+    assert exit_info.value.code == 0
+    assert json.loads(capsys.readouterr().out)["peers"] == ["a:1"]
+
+
+def test_help_shows_default_and_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help")
+    out = " ".join(capsys.readouterr().out.split())
+    assert "seconds (default: 10.0) [OMNI_SAMPLE_TTL_S]" in out
