@@ -1,0 +1,127 @@
+"""What every benchmark shares: the same habit of running, printing and storing.
+
+``python -m bench.NAME [--quick]`` prints a table, compares with named baselines measured in the same run, and writes
+``bench/results/NAME.json`` with flat keys that carry their unit, beside a plot of the same name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+_CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def arguments(description: str) -> argparse.Namespace:
+    """The flags every benchmark has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions: to see that it runs, not to quote")
+    return parser.parse_args()
+
+
+def machine_line() -> str:
+    """One line about where the figures come from."""
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    load = os.getloadavg()[0]
+    system = f"Linux {platform.release()}, Python {platform.python_version()}"
+    return f"{os.cpu_count()} cores of {model}, {system}, load {load:.2f}"
+
+
+def cpu_seconds(pid: int) -> float:
+    """User plus system time of a process so far, in seconds (fields 14 and 15 of /proc/PID/stat)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS_PER_S
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The given percentile, by nearest rank."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+
+def summary(values: Sequence[float]) -> tuple[float, float]:
+    """Median and 99th percentile."""
+    return statistics.median(values), percentile(values, 99)
+
+
+def pin(pid: int, cores: set[int]) -> None:
+    """Keep a process, all its threads, on the given cores."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(task.name), cores)
+
+
+class Service:
+    """A service of ours as a child process, for as long as a benchmark needs it."""
+
+    def __init__(self, name: str, argv: Sequence[str], run_dir: Path) -> None:
+        self.name = name
+        self._ready_file = run_dir / f"{name}.ready.json"
+        self._log_path = run_dir / f"{name}.log"
+        with self._log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*argv, "--ready-file", str(self._ready_file)], stdout=log, stderr=subprocess.STDOUT
+            )
+
+    @classmethod
+    def ours(cls, name: str, service: str, run_dir: Path, *flags: str) -> Service:
+        """``omniplane SERVICE FLAGS``."""
+        return cls(name, [sys.executable, "-m", "omniplane", service, *flags, "--die-with-parent"], run_dir)
+
+    async def ready(self, timeout_s: float = 60.0) -> Mapping[str, object]:
+        """Its ready file, once it serves. Raises ``RuntimeError`` with its log if it ends or stays silent."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while not self._ready_file.exists():
+            if self.process.poll() is not None or loop.time() > deadline:
+                raise RuntimeError(f"{self.name} did not start:\n{self._log_path.read_text()[-3000:]}")
+            await asyncio.sleep(0.02)
+        content: dict[str, object] = json.loads(self._ready_file.read_text())
+        return content
+
+    def stop(self) -> None:
+        """End it, politely and then not."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+def report(name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print one table."""
+    table = Table(title=f"{name}: {title}", title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row))
+    Console(width=120).print(table)
+
+
+def store(name: str, figures: Mapping[str, float | int | str], quick: bool) -> Path:
+    """Write ``bench/results/NAME.json``; quick runs go to ``NAME.quick.json`` and are not for quoting."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}{'.quick' if quick else ''}.json"
+    rounded = {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in figures.items()}
+    path.write_text(json.dumps({"machine": machine_line(), **rounded}, indent=2) + "\n")
+    return path
