@@ -1,0 +1,460 @@
+"""What a worker has published and who may still read it: one ``HandleStore`` per worker, shared by its connectors.
+
+Life of a handle::
+
+    reserve ──> publish ──> [claim] ──> release × consumers ──> freed
+       │           └──────> expires (nobody claims or reads it) ──> freed
+       └── cancel           cleanup(request) ───────────────────> freed
+
+Guarantees: a key is published at most once at a time; data is freed exactly once, by the last of its consumers, by
+expiry, by ``cleanup`` or by ``close``, whichever comes first; memory that ``read`` has given out is returned to its
+pool only after the reader has left, whatever happened to the handle; expiry never takes data that is claimed or read;
+nothing is done for a wrong token or an older epoch. Not guaranteed: that the consumer count is right when consumers
+that release twice do not say who they are.
+
+Every method may be called from any thread. ``on_free`` callbacks run in the thread that freed the data.
+
+Use by a ``TransferService`` servicer (the connectors do the rest)::
+
+    store.check_owner(request.owner)                       # every RPC: fences epochs
+    Describe   store.describe(request.key, request.token)
+    Claim      store.claim(request.key, request.token)
+    Release    sum(store.release(r.key, r.token) for r in request.releases)
+    Fetch      with store.read(request.key, request.token) as data: …   # send pieces of this memoryview
+    Subscribe  store.claim(key, token, consumer) as a chunk is sent, store.release(key, token, consumer) as it is
+               acknowledged, store.cancel_flow(edge) for cancels, store.forget_consumer(consumer) when the stream ends
+    abort      store.cleanup(request_id), after the task that publishes for the request has ended
+    each 1 s   store.sweep()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hmac
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from omni.v1 import transfer_pb2, types_pb2
+from omnicore import errors
+from omnicore.clock import SYSTEM_CLOCK, Clock
+from omnicore.log import get_logger
+
+_log = get_logger(__name__)
+
+DEFAULT_TTL_S = 300.0
+"""Time that unread data is kept: the value the reference transfer engines use."""
+DEFAULT_CLAIM_LIMIT_S = 3600.0
+"""Age at which a claim no longer protects: its consumer has died without telling anybody."""
+_TOKEN_BYTES = 16  # 128 bits of a HMAC-SHA-256: not guessable within a handle's life
+
+_FlowKey = tuple[str, int, int, int]
+
+
+def edge_key(edge: transfer_pb2.EdgeRef, sequence: int) -> str:
+    """The key under which workers publish chunk ``sequence`` of a flow: unique per request, attempt, edge and chunk."""
+    return f"{edge.request_id}/{edge.attempt}/{edge.from_stage}-{edge.to_stage}/{sequence}"
+
+
+def consumer_name(consumer: types_pb2.ReplicaRef) -> str:
+    """How ``claim``, ``release`` and ``forget_consumer`` know a replica: its claim and epoch."""
+    return f"{consumer.stage.pipeline}/{consumer.stage.stage_id}/{consumer.replica_id}@{consumer.epoch}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Counts of a store, or of one kind of connector in it."""
+
+    handles: int = 0
+    size_bytes: int = 0
+    """Data of those handles."""
+    claims: int = 0
+    """Claims not yet released."""
+    draining: int = 0
+    """Handles that are gone but whose data somebody still reads."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Claim:
+    count: int
+    since_s: float
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Entry:
+    handle: transfer_pb2.TransferHandle
+    kind: str
+    data: memoryview
+    on_free: Callable[[], None]
+    deadline_s: float
+    claims: dict[str, _Claim] = dataclasses.field(default_factory=dict)
+    released: int = 0
+    released_by: set[str] = dataclasses.field(default_factory=set)
+    readers: int = 0
+    gone: bool = False
+
+    def places_taken(self) -> int:
+        return self.released + sum(claim.count for claim in self.claims.values())
+
+
+class Reservation:
+    """A key that is being published. Fill in ``handle``, then ``publish``; or ``cancel``.
+
+    ``handle`` has everything but the data: add tensors, text, metadata, size, checksum and backend.
+    """
+
+    def __init__(self, store: HandleStore, handle: transfer_pb2.TransferHandle, kind: str) -> None:
+        self._store = store
+        self.handle = handle
+        self.kind = kind
+        self.cancelled = False
+
+    def publish(self, data: memoryview, on_free: Callable[[], None]) -> transfer_pb2.TransferHandle:
+        """Make the data readable. ``data`` is what ``Fetch`` sends (``handle.size_bytes`` bytes); ``on_free`` is called
+        once, when nobody needs it any more, and must not raise. Raises ``RequestCancelledError`` if the request was
+        cleaned up meanwhile and ``UnavailableError`` after ``close``; ``on_free`` is then not called."""
+        return self._store._publish(self, data, on_free)
+
+    def cancel(self) -> None:
+        """Give the key up. Does nothing once published or cancelled."""
+        self._store._cancel(self)
+
+
+class HandleStore:
+    """The handles of one worker.
+
+    ``owner`` and ``endpoint`` are asked at every use, since a worker that re-registers gets another epoch. ``ttl_s``:
+    how long data that nobody claims is kept. ``wall_s`` is only for the expiry time that people see in a handle.
+    """
+
+    def __init__(
+        self,
+        owner: Callable[[], types_pb2.ReplicaRef],
+        endpoint: Callable[[], str],
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        ttl_s: float = DEFAULT_TTL_S,
+        claim_limit_s: float = DEFAULT_CLAIM_LIMIT_S,
+        wall_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._owner = owner
+        self._endpoint = endpoint
+        self._clock = clock
+        self._ttl_s = ttl_s
+        self._claim_limit_s = claim_limit_s
+        self._wall_s = wall_s
+        self._secret = secrets.token_bytes(32)
+        self._serial = 0
+        self._lock = threading.Lock()
+        # In order of publication, which is the order of expiry: the TTL is one for all.
+        self._entries: dict[str, _Entry] = {}
+        self._reserved: dict[str, Reservation] = {}
+        self._by_request: dict[str, set[str]] = {}
+        self._draining = 0
+        self._swept_epoch = 0
+        self._closed = False
+
+    # --- for connectors ---------------------------------------------------------------------------------------------
+
+    def reserve(self, key: str, edge: transfer_pb2.EdgeRef, sequence: int, consumers: int, kind: str) -> Reservation:
+        """Take ``key`` for data that is about to be written. Raises ``AlreadyExistsError`` for a key in use,
+        ``InvalidRequestError`` for an empty key or request id, a negative sequence or ``consumers`` below 1, and
+        ``UnavailableError`` after ``close``."""
+        _check_put(key, edge, sequence, consumers)
+        owner = self._owner()
+        handle = transfer_pb2.TransferHandle(
+            key=key,
+            edge=edge,
+            sequence=sequence,
+            owner=owner,
+            owner_endpoint=self._endpoint(),
+            consumers=consumers,
+        )
+        with self._lock:
+            self._check_open()
+            if key in self._entries or key in self._reserved:
+                raise errors.AlreadyExistsError(
+                    f"key {key!r} is published already: keys are used once", reason="KEY_IN_USE", metadata={"key": key}
+                )
+            self._serial += 1
+            handle.token = self._token(key, owner.epoch, self._serial)
+            reservation = Reservation(self, handle, kind)
+            self._reserved[key] = reservation
+            self._by_request.setdefault(edge.request_id, set()).add(key)
+        return reservation
+
+    def _publish(
+        self, reservation: Reservation, data: memoryview, on_free: Callable[[], None]
+    ) -> transfer_pb2.TransferHandle:
+        handle = reservation.handle
+        handle.expire_time.FromNanoseconds(int((self._wall_s() + self._ttl_s) * 1e9))
+        with self._lock:
+            self._check_open()
+            if reservation.cancelled:
+                raise errors.RequestCancelledError(
+                    f"request {handle.edge.request_id} was cleaned up while {handle.key!r} was being published",
+                    metadata={"key": handle.key},
+                )
+            del self._reserved[handle.key]
+            self._entries[handle.key] = _Entry(
+                handle, reservation.kind, data.toreadonly(), on_free, self._clock.monotonic() + self._ttl_s
+            )
+        return handle
+
+    def _cancel(self, reservation: Reservation) -> None:
+        with self._lock:
+            if self._reserved.get(reservation.handle.key) is reservation:
+                self._forget_reservation(reservation)
+
+    # --- for TransferService ----------------------------------------------------------------------------------------
+
+    def check_owner(self, owner: types_pb2.ReplicaRef) -> None:
+        """Raises ``FailedPreconditionError`` unless ``owner`` is this worker's claim now, with both in the message."""
+        mine = self._owner()
+        if owner == mine:
+            return
+        wanted, actual = consumer_name(owner), consumer_name(mine)
+        reason = "STALE_EPOCH" if owner.epoch < mine.epoch else "NOT_THE_OWNER"
+        raise errors.FailedPreconditionError(
+            f"the caller means {wanted}, this is {actual}: its data is gone with it",
+            reason=reason,
+            metadata={"wanted": wanted, "actual": actual},
+        )
+
+    def describe(self, key: str, token: bytes) -> transfer_pb2.TransferHandle:
+        """The handle of ``key`` (not a copy: do not change it). Raises ``NotFoundError`` if it was freed and
+        ``PermissionDeniedError`` for a wrong token."""
+        with self._lock:
+            return self._authorized(key, token).handle
+
+    def claim(self, key: str, token: bytes, consumer: str = "") -> int:
+        """Reserve one place and protect the data from expiry until ``release``; returns the places left.
+
+        A named ``consumer`` has one place, however often it claims. Raises as ``describe``, and
+        ``ResourceExhaustedError`` when all places are taken."""
+        with self._lock:
+            entry = self._authorized(key, token)
+            left = entry.handle.consumers - entry.places_taken()
+            held = entry.claims.get(consumer)
+            now_s = self._clock.monotonic()
+            if consumer and held is not None:
+                held.since_s = now_s
+                return left
+            if left <= 0 or (consumer and consumer in entry.released_by):
+                raise errors.ResourceExhaustedError(
+                    f"all {entry.handle.consumers} consumers of {key!r} have claimed or released it",
+                    reason="NO_CONSUMER_PLACE_LEFT",
+                    metadata={"key": key, "consumers": entry.handle.consumers},
+                )
+            entry.claims[consumer] = _Claim(held.count + 1 if held else 1, now_s)
+            return left - 1
+
+    def release(self, key: str, token: bytes, consumer: str = "") -> bool:
+        """One consumer is done, whether it had claimed or not. True if that freed the data.
+
+        Unknown keys are not an error: releases may come twice, or after expiry. A named consumer that releases again
+        changes nothing, and no release takes a place that another consumer has claimed. Raises
+        ``PermissionDeniedError`` for a wrong token."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                return False
+            self._check_token(entry, token)
+            if consumer and consumer in entry.released_by:
+                return False
+            if (claim := entry.claims.get(consumer)) is not None:
+                claim.count -= 1
+                if claim.count == 0:
+                    del entry.claims[consumer]
+            elif entry.places_taken() >= entry.handle.consumers:
+                return False
+            entry.released += 1
+            if consumer:
+                entry.released_by.add(consumer)
+            if entry.released < entry.handle.consumers:
+                return False
+            freed = self._remove([entry])
+        self._free(freed)
+        return True
+
+    @contextlib.contextmanager
+    def read(self, key: str, token: bytes) -> Iterator[memoryview]:
+        """The bytes behind ``key``, which stay as they are inside the context even if the handle is freed meanwhile.
+        Raises as ``describe``."""
+        with self._lock:
+            entry = self._authorized(key, token)
+            entry.readers += 1
+        try:
+            yield entry.data
+        finally:
+            with self._lock:
+                entry.readers -= 1
+                free = entry.gone and entry.readers == 0
+                self._draining -= free
+            if free:
+                entry.on_free()
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def cleanup(self, request_id: str, attempt: int | None = None, kind: str | None = None) -> int:
+        """Free all that is held for exactly this request (of one attempt, of one kind of connector, if given), claimed
+        or not; returns how many handles. What is just being published fails with ``RequestCancelledError``."""
+        return self._end_flows(
+            request_id,
+            lambda edge, of: (attempt is None or edge.attempt == attempt) and (kind is None or of == kind),
+        )
+
+    def cancel_flow(self, edge: transfer_pb2.EdgeRef) -> int:
+        """Free what is held for one flow; returns how many handles."""
+        wanted = _flow_key(edge)
+        return self._end_flows(edge.request_id, lambda candidate, _: _flow_key(candidate) == wanted)
+
+    def forget_consumer(self, consumer: str) -> int:
+        """Release every claim of a consumer that is gone; returns how many handles that freed."""
+        done: list[_Entry] = []
+        with self._lock:
+            for entry in self._entries.values():
+                if consumer not in entry.claims:
+                    continue
+                entry.released += entry.claims.pop(consumer).count
+                entry.released_by.add(consumer)
+                if entry.released >= entry.handle.consumers:
+                    done.append(entry)
+            freed = self._remove(done)
+        self._free(freed)
+        return len(done)
+
+    def sweep(self) -> int:
+        """Free what has expired, and everything of an earlier epoch of this worker, which nobody may claim any more;
+        returns how many handles. Data that is claimed or read is left, until its claims are too old to be true."""
+        epoch = self._owner().epoch
+        with self._lock:
+            stale: list[_Entry] = []
+            if epoch != self._swept_epoch:
+                stale = [entry for entry in self._entries.values() if entry.handle.owner.epoch < epoch]
+                self._swept_epoch = epoch
+            freed = self._remove(stale)
+            now_s = self._clock.monotonic()
+            expired: list[_Entry] = []
+            for entry in self._entries.values():
+                if entry.deadline_s > now_s:
+                    break
+                if not self._in_flight(entry, now_s):
+                    expired.append(entry)
+            freed += self._remove(expired)
+        self._free(freed)
+        if stale:
+            _log.info("handles of an earlier epoch freed", handles=len(stale), epoch=epoch)
+        if expired:
+            _log.warning("unread handles expired", handles=len(expired), ttl_s=self._ttl_s)
+        return len(stale) + len(expired)
+
+    def close(self) -> None:
+        """Free everything. May be called more than once; ``reserve`` raises ``UnavailableError`` afterwards."""
+        with self._lock:
+            self._closed = True
+            for reservation in list(self._reserved.values()):
+                self._forget_reservation(reservation)
+            freed = self._remove(list(self._entries.values()))
+        self._free(freed)
+
+    def stats(self, kind: str | None = None) -> StoreStats:
+        """Counts now, of all or of one kind of connector (``draining`` is always of all)."""
+        with self._lock:
+            entries = [entry for entry in self._entries.values() if kind is None or entry.kind == kind]
+            return StoreStats(
+                handles=len(entries),
+                size_bytes=sum(entry.handle.size_bytes for entry in entries),
+                claims=sum(claim.count for entry in entries for claim in entry.claims.values()),
+                draining=self._draining,
+            )
+
+    # --- with the lock held -----------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise errors.UnavailableError("the connectors of this worker are closed", reason="CONNECTOR_CLOSED")
+
+    def _token(self, key: str, epoch: int, serial: int) -> bytes:
+        # The serial number makes the token of a key that is used again another one.
+        message = f"{serial}/{epoch}/{key}".encode()
+        return hmac.digest(self._secret, message, "sha256")[:_TOKEN_BYTES]
+
+    def _authorized(self, key: str, token: bytes) -> _Entry:
+        entry = self._entries.get(key)
+        if entry is None:
+            raise _not_found(key, "released, expired, or never published", "HANDLE_NOT_FOUND")
+        self._check_token(entry, token)
+        now_s = self._clock.monotonic()
+        if entry.deadline_s <= now_s and not self._in_flight(entry, now_s):
+            raise _not_found(key, f"expired: nobody claimed it for {self._ttl_s:g} s", "HANDLE_EXPIRED")
+        return entry
+
+    def _check_token(self, entry: _Entry, token: bytes) -> None:
+        if not hmac.compare_digest(entry.handle.token, token):
+            raise errors.PermissionDeniedError(
+                f"the token does not open {entry.handle.key!r}",
+                reason="WRONG_TOKEN",
+                metadata={"key": entry.handle.key},
+            )
+
+    def _in_flight(self, entry: _Entry, now_s: float) -> bool:
+        return entry.readers > 0 or any(now_s - c.since_s < self._claim_limit_s for c in entry.claims.values())
+
+    def _end_flows(self, request_id: str, wanted: Callable[[transfer_pb2.EdgeRef, str], bool]) -> int:
+        with self._lock:
+            keys = list(self._by_request.get(request_id, ()))
+            for reservation in [self._reserved[key] for key in keys if key in self._reserved]:
+                if wanted(reservation.handle.edge, reservation.kind):
+                    self._forget_reservation(reservation)
+            entries = [self._entries[key] for key in keys if key in self._entries]
+            ended = [entry for entry in entries if wanted(entry.handle.edge, entry.kind)]
+            freed = self._remove(ended)
+        self._free(freed)
+        return len(ended)
+
+    def _forget_reservation(self, reservation: Reservation) -> None:
+        reservation.cancelled = True
+        del self._reserved[reservation.handle.key]
+        self._unlist(reservation.handle)
+
+    def _remove(self, entries: list[_Entry]) -> list[_Entry]:
+        """Take entries out; returns those that nobody reads: free them without the lock. Readers free the others."""
+        for entry in entries:
+            del self._entries[entry.handle.key]
+            self._unlist(entry.handle)
+            entry.gone = True
+            self._draining += entry.readers > 0
+        return [entry for entry in entries if entry.readers == 0]
+
+    def _unlist(self, handle: transfer_pb2.TransferHandle) -> None:
+        keys = self._by_request[handle.edge.request_id]
+        keys.discard(handle.key)
+        if not keys:
+            del self._by_request[handle.edge.request_id]
+
+    @staticmethod
+    def _free(entries: list[_Entry]) -> None:
+        for entry in entries:
+            entry.on_free()
+
+
+def _check_put(key: str, edge: transfer_pb2.EdgeRef, sequence: int, consumers: int) -> None:
+    if not key:
+        raise errors.InvalidRequestError.field("key", "must not be empty")
+    if not edge.request_id:
+        raise errors.InvalidRequestError.field("edge.request_id", "must not be empty")
+    if not 0 <= sequence < 2**64:
+        raise errors.InvalidRequestError.field("sequence", f"must be 0 to 18446744073709551615, got {sequence}")
+    if not 1 <= consumers < 2**32:
+        raise errors.InvalidRequestError.field("consumers", f"must be 1 to 4294967295, got {consumers}")
+
+
+def _not_found(key: str, why: str, reason: str) -> errors.NotFoundError:
+    return errors.NotFoundError(f"no data under {key!r}: {why}", reason=reason, metadata={"key": key})
+
+
+def _flow_key(edge: transfer_pb2.EdgeRef) -> _FlowKey:
+    return edge.request_id, edge.attempt, edge.from_stage, edge.to_stage
