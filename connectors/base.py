@@ -2,7 +2,8 @@
 
 Both are used from one asyncio loop. ``put`` and ``get`` copy at most once and finish quickly for shared memory; remote
 connectors await. Guarantees: data behind a handle is unchanged from ``put`` until every consumer has released it, or
-it has expired with nobody reading; a reader never gets bytes of another key, epoch or length — it gets an error.
+it has expired with nobody reading; a reader never gets bytes of another key, epoch or length — it gets an error, where
+memory is shared perhaps only when it has finished reading.
 Not guaranteed: that a handle outlives its owner process.
 """
 
@@ -52,6 +53,10 @@ class Connector(Protocol):
         """Pool and handle counts now."""
         ...
 
+    def sweep(self) -> int:
+        """Let go of what peers that are gone have left here; returns how many things. Called about once a second."""
+        ...
+
     async def close(self) -> None:
         """Free everything. May be called more than once; ``put`` and ``get`` raise ``UnavailableError`` afterwards."""
         ...
@@ -60,9 +65,20 @@ class Connector(Protocol):
 class ConnectorUsage(Protocol):
     """Counts of one connector."""
 
-    pool_bytes: int
-    free_bytes: int
-    handles: int
+    @property
+    def pool_bytes(self) -> int:
+        """Room for published data."""
+        ...
+
+    @property
+    def free_bytes(self) -> int:
+        """Room not taken."""
+        ...
+
+    @property
+    def handles(self) -> int:
+        """Published and not yet freed."""
+        ...
 
 
 class ByteFetcher(Protocol):

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-from connectors.base import ByteFetcher, ConnectorUsage
-from connectors.handles import HandleStore
+from connectors.base import ByteFetcher, Connector
+from connectors.handles import DEFAULT_TTL_S, HandleStore
 from connectors.payload import JsonValue, Payload
+from connectors.publish import Usage, read_inline
+from connectors.registry import ConnectorContext, create_connector
+from connectors.shm import DEFAULT_POOL_BYTES
 from omni.v1 import transfer_pb2, types_pb2
+from omnicore import errors
 from omnicore.clock import SYSTEM_CLOCK, Clock
+from omnicore.log import get_logger
+
+_log = get_logger(__name__)
+
+AUTO = "auto"
+_READER_OF = {"shm": "shm", "fetch": "grpc"}  # field of TransferHandle.backend → connector kind
+# Why memory cannot be mapped from here although the data may well exist. OWNER_GONE is among them because a process of
+# another container on this host looks the same as one that has ended; Fetch tells which it is.
+_FETCH_INSTEAD = frozenset({"OTHER_HOST", "NOT_MAPPABLE", "OWNER_GONE", "MAP_FAILED"})
 
 
 class ConnectorSet:
     """What a stage worker uses: ``put`` for producers, ``get`` for consumers, ``store`` for its TransferService.
 
     ``owner`` and ``endpoint`` are asked at every ``put``. ``fetcher`` streams the bytes of a handle from its owner
-    (``TransferService.Fetch``). ``options``: connector kind → its ``extra`` of the deploy file.
+    (``TransferService.Fetch``). ``pool_bytes``: shared memory to publish into; 0 for a worker that publishes nothing.
+    ``options``: connector kind → its ``extra`` of the deploy file; every kind in it is started at once, so that what
+    cannot work is an error at the start. "shm" and "grpc" are always there.
     """
-
-    store: HandleStore
 
     def __init__(
         self,
@@ -27,10 +40,22 @@ class ConnectorSet:
         endpoint: Callable[[], str],
         fetcher: ByteFetcher,
         *,
-        pool_bytes: int,
+        pool_bytes: int = DEFAULT_POOL_BYTES,
         clock: Clock = SYSTEM_CLOCK,
+        ttl_s: float = DEFAULT_TTL_S,
         options: Mapping[str, Mapping[str, JsonValue]] | None = None,
-    ) -> None: ...
+    ) -> None:
+        """Raises as ``create_connector``, and ``ResourceExhaustedError`` if the host has no memory for the pool."""
+        self.store = HandleStore(owner, endpoint, clock=clock, ttl_s=ttl_s)
+        options = options or {}
+        context = ConnectorContext(self.store, fetcher, pool_bytes)
+        self._connectors: dict[str, Connector] = {
+            kind: create_connector(kind, context, options.get(kind))
+            for kind in dict.fromkeys(("shm", "grpc", *options))
+        }
+        self._fetching_from: set[str] = set()
+        self._auto = "shm" if self._connectors["shm"].usage().pool_bytes else "grpc"
+        _log.info("connectors ready", kinds=",".join(self._connectors), auto=self._auto)
 
     async def put(
         self,
@@ -41,25 +66,76 @@ class ConnectorSet:
         payload: Payload,
         consumers: int = 1,
     ) -> transfer_pb2.TransferHandle:
-        """Publish with the connector ``kind``; "auto" takes the best of this worker's."""
-        raise NotImplementedError
+        """Publish with the connector ``kind``, or with ``resolve("auto")``. Raises as ``Connector.put``, and
+        ``InvalidRequestError`` for a kind that this worker does not have."""
+        return await self._connectors[self.resolve(kind)].put(key, edge, sequence, payload, consumers)
 
-    def get(self, handle: transfer_pb2.TransferHandle) -> AbstractAsyncContextManager[Payload]:
-        """Read a payload by the handle's backend; by Fetch where its memory cannot be mapped from here."""
-        raise NotImplementedError
+    def resolve(self, kind: str) -> str:
+        """The connector that ``put`` uses for ``kind``. "auto" is shared memory where this worker has a pool: consumers
+        that cannot map it fetch from it, so nothing is lost by trying."""
+        if kind in (AUTO, ""):
+            return self._auto
+        if kind not in self._connectors:
+            raise errors.InvalidRequestError.field(
+                "connector",
+                f"this worker has no {kind!r}, it has: {', '.join((AUTO, *self._connectors))}",
+                reason="UNKNOWN_CONNECTOR",
+            )
+        return kind
+
+    @contextlib.asynccontextmanager
+    async def get(self, handle: transfer_pb2.TransferHandle) -> AsyncIterator[Payload]:
+        """Read a payload by the handle's backend; by Fetch where its memory cannot be mapped from here. Raises as
+        ``Connector.get``, and ``UnimplementedError`` for a backend that this worker cannot read."""
+        backend = handle.WhichOneof("backend")
+        if backend == "inline":
+            yield read_inline(handle)
+            return
+        kind = _READER_OF.get(backend or "", "")
+        if kind not in self._connectors:
+            raise errors.UnimplementedError(
+                f"handle {handle.key!r} has backend {backend}, this worker reads: inline, {', '.join(_READER_OF)}",
+                reason="UNKNOWN_BACKEND",
+                metadata={"key": handle.key, "backend": backend},
+            )
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                payload = await stack.enter_async_context(self._connectors[kind].get(handle))
+            except (errors.FailedPreconditionError, errors.UnavailableError) as error:
+                if kind == "grpc" or error.reason not in _FETCH_INSTEAD:
+                    raise
+                self._say_fetching(handle, error)
+                payload = await stack.enter_async_context(self._connectors["grpc"].get(handle))
+            yield payload
 
     def offers(self) -> Sequence[types_pb2.ConnectorOffer]:
         """What to register, best first."""
-        raise NotImplementedError
+        return [connector.offer() for connector in self._connectors.values()]
 
-    def usage(self) -> ConnectorUsage:
+    def usage(self) -> Usage:
         """Pool and handle counts of all connectors together."""
-        raise NotImplementedError
+        each = [connector.usage() for connector in self._connectors.values()]
+        return Usage(sum(u.pool_bytes for u in each), sum(u.free_bytes for u in each), sum(u.handles for u in each))
+
+    def usage_of(self, kind: str) -> Usage:
+        """Pool and handle counts of one connector."""
+        usage = self._connectors[self.resolve(kind)].usage()
+        return Usage(usage.pool_bytes, usage.free_bytes, usage.handles)
 
     def sweep(self) -> int:
-        """Free what expired and unmap peers that are gone; call about once a second."""
-        raise NotImplementedError
+        """Free handles that expired and unmap peers that are gone; call about once a second. Returns how many handles
+        were freed."""
+        for connector in self._connectors.values():
+            connector.sweep()
+        return self.store.sweep()
 
     async def close(self) -> None:
-        """Free everything. May be called more than once."""
-        raise NotImplementedError
+        """Free everything. May be called more than once; ``put`` and ``get`` raise ``UnavailableError`` afterwards."""
+        self.store.close()
+        for connector in self._connectors.values():
+            await connector.close()
+
+    def _say_fetching(self, handle: transfer_pb2.TransferHandle, error: errors.OmniError) -> None:
+        if handle.owner_endpoint not in self._fetching_from:
+            self._fetching_from.add(handle.owner_endpoint)
+            _log.info("reading a peer over gRPC", peer=handle.owner_endpoint, reason=error.reason, detail=error.message)

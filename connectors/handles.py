@@ -37,6 +37,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from connectors.places import ConsumerPlaces
 from omni.v1 import transfer_pb2, types_pb2
 from omnicore import errors
 from omnicore.clock import SYSTEM_CLOCK, Clock
@@ -77,26 +78,15 @@ class StoreStats:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Claim:
-    count: int
-    since_s: float
-
-
-@dataclasses.dataclass(slots=True, eq=False)
 class _Entry:
     handle: transfer_pb2.TransferHandle
     kind: str
     data: memoryview
     on_free: Callable[[], None]
     deadline_s: float
-    claims: dict[str, _Claim] = dataclasses.field(default_factory=dict)
-    released: int = 0
-    released_by: set[str] = dataclasses.field(default_factory=set)
+    places: ConsumerPlaces
     readers: int = 0
     gone: bool = False
-
-    def places_taken(self) -> int:
-        return self.released + sum(claim.count for claim in self.claims.values())
 
 
 class Reservation:
@@ -156,6 +146,11 @@ class HandleStore:
         self._swept_epoch = 0
         self._closed = False
 
+    @property
+    def endpoint(self) -> str:
+        """ "host:port" of this worker's TransferService."""
+        return self._endpoint()
+
     # --- for connectors ---------------------------------------------------------------------------------------------
 
     def reserve(self, key: str, edge: transfer_pb2.EdgeRef, sequence: int, consumers: int, kind: str) -> Reservation:
@@ -199,7 +194,12 @@ class HandleStore:
                 )
             del self._reserved[handle.key]
             self._entries[handle.key] = _Entry(
-                handle, reservation.kind, data.toreadonly(), on_free, self._clock.monotonic() + self._ttl_s
+                handle,
+                reservation.kind,
+                data.toreadonly(),
+                on_free,
+                self._clock.monotonic() + self._ttl_s,
+                ConsumerPlaces(handle.consumers),
             )
         return handle
 
@@ -235,21 +235,14 @@ class HandleStore:
         A named ``consumer`` has one place, however often it claims. Raises as ``describe``, and
         ``ResourceExhaustedError`` when all places are taken."""
         with self._lock:
-            entry = self._authorized(key, token)
-            left = entry.handle.consumers - entry.places_taken()
-            held = entry.claims.get(consumer)
-            now_s = self._clock.monotonic()
-            if consumer and held is not None:
-                held.since_s = now_s
-                return left
-            if left <= 0 or (consumer and consumer in entry.released_by):
+            places = self._authorized(key, token).places
+            if not places.claim(consumer, self._clock.monotonic()):
                 raise errors.ResourceExhaustedError(
-                    f"all {entry.handle.consumers} consumers of {key!r} have claimed or released it",
+                    f"all {places.consumers} consumers of {key!r} have claimed or released it",
                     reason="NO_CONSUMER_PLACE_LEFT",
-                    metadata={"key": key, "consumers": entry.handle.consumers},
+                    metadata={"key": key, "consumers": places.consumers},
                 )
-            entry.claims[consumer] = _Claim(held.count + 1 if held else 1, now_s)
-            return left - 1
+            return places.left
 
     def release(self, key: str, token: bytes, consumer: str = "") -> bool:
         """One consumer is done, whether it had claimed or not. True if that freed the data.
@@ -262,18 +255,8 @@ class HandleStore:
             if entry is None:
                 return False
             self._check_token(entry, token)
-            if consumer and consumer in entry.released_by:
-                return False
-            if (claim := entry.claims.get(consumer)) is not None:
-                claim.count -= 1
-                if claim.count == 0:
-                    del entry.claims[consumer]
-            elif entry.places_taken() >= entry.handle.consumers:
-                return False
-            entry.released += 1
-            if consumer:
-                entry.released_by.add(consumer)
-            if entry.released < entry.handle.consumers:
+            entry.places.release(consumer)
+            if not entry.places.done:
                 return False
             freed = self._remove([entry])
         self._free(freed)
@@ -306,6 +289,16 @@ class HandleStore:
             lambda edge, of: (attempt is None or edge.attempt == attempt) and (kind is None or of == kind),
         )
 
+    def free_kind(self, kind: str) -> int:
+        """Free everything of one kind of connector; returns how many handles."""
+        with self._lock:
+            for reservation in [r for r in self._reserved.values() if r.kind == kind]:
+                self._forget_reservation(reservation)
+            entries = [entry for entry in self._entries.values() if entry.kind == kind]
+            freed = self._remove(entries)
+        self._free(freed)
+        return len(entries)
+
     def cancel_flow(self, edge: transfer_pb2.EdgeRef) -> int:
         """Free what is held for one flow; returns how many handles."""
         wanted = _flow_key(edge)
@@ -316,12 +309,10 @@ class HandleStore:
         done: list[_Entry] = []
         with self._lock:
             for entry in self._entries.values():
-                if consumer not in entry.claims:
-                    continue
-                entry.released += entry.claims.pop(consumer).count
-                entry.released_by.add(consumer)
-                if entry.released >= entry.handle.consumers:
-                    done.append(entry)
+                if entry.places.has_claimed(consumer):
+                    entry.places.release(consumer)
+                    if entry.places.done:
+                        done.append(entry)
             freed = self._remove(done)
         self._free(freed)
         return len(done)
@@ -367,7 +358,7 @@ class HandleStore:
             return StoreStats(
                 handles=len(entries),
                 size_bytes=sum(entry.handle.size_bytes for entry in entries),
-                claims=sum(claim.count for entry in entries for claim in entry.claims.values()),
+                claims=sum(entry.places.claimed for entry in entries),
                 draining=self._draining,
             )
 
@@ -401,7 +392,7 @@ class HandleStore:
             )
 
     def _in_flight(self, entry: _Entry, now_s: float) -> bool:
-        return entry.readers > 0 or any(now_s - c.since_s < self._claim_limit_s for c in entry.claims.values())
+        return entry.readers > 0 or entry.places.protected(now_s, self._claim_limit_s)
 
     def _end_flows(self, request_id: str, wanted: Callable[[transfer_pb2.EdgeRef, str], bool]) -> int:
         with self._lock:

@@ -1,0 +1,215 @@
+"""Payloads as bytes, and back: raw tensors behind typed headers, never pickle.
+
+The layout is fixed, and a reader refuses any other: tensors lie in order, C-contiguous and little-endian, each at the
+first multiple of ``ALIGNMENT`` after its predecessor, gaps are zero, and the data ends with the last tensor. So every
+number of a handle's headers can be checked before a byte is read, and a wrong one is an error, never other data.
+Text of up to ``MAX_HANDLE_TEXT_BYTES`` is in the handle itself; longer text is one nameless spec of dtype ``utf8``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf import struct_pb2
+
+from connectors import metadata as facts
+from connectors.dtypes import DTYPES, dtype_name, raw_view
+from connectors.payload import Payload
+from omni.v1 import transfer_pb2
+from omnicore import errors
+
+ALIGNMENT = 64
+"""Cache line, and the widest vector register: consumers may load any tensor aligned."""
+MAX_HANDLE_TEXT_BYTES = 64 * 1024
+"""As for inline data: above, gRPC costs more than shared memory."""
+MAX_TENSORS = 4096
+_MAX_DIMENSIONS = 32
+_TEXT_DTYPE = "utf8"
+_MAX_BYTES = 2**63 - 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Encoded:
+    """A payload with its layout worked out, not yet copied anywhere."""
+
+    specs: Sequence[transfer_pb2.TensorSpec]
+    arrays: Sequence[npt.NDArray[Any]]
+    """One per spec, as given: any strides, any byte order."""
+    text: str | None
+    metadata: struct_pb2.Struct
+    size_bytes: int
+    """Of the data; or of the text where the handle itself carries it."""
+
+    @property
+    def in_handle(self) -> bool:
+        """There are no bytes to move: the handle carries all."""
+        return not self.size_bytes or self.text is not None
+
+    def describe(self, handle: transfer_pb2.TransferHandle) -> None:
+        """Fill in the headers of ``handle``."""
+        handle.tensors.extend(self.specs)
+        if self.text is not None:
+            handle.text = self.text
+        if self.metadata.fields:
+            handle.metadata.CopyFrom(self.metadata)
+        handle.size_bytes = self.size_bytes
+
+    def write_into(self, target: memoryview) -> None:
+        """Copy everything into the first ``size_bytes`` of ``target``: the only copy that is made."""
+        end = 0
+        for spec, array in zip(self.specs, self.arrays, strict=True):
+            start = spec.offset_bytes
+            if start > end:
+                target[end:start] = bytes(start - end)  # never what lay there before
+            end = start + spec.size_bytes
+            if spec.size_bytes:
+                place = np.ndarray(array.shape, array.dtype.newbyteorder("<"), buffer=target, offset=start)
+                np.copyto(place, array, casting="equiv")
+
+    def to_bytes(self) -> bytes:
+        """The data as one bytes object, for small payloads."""
+        target = bytearray(self.size_bytes)
+        self.write_into(memoryview(target))
+        return bytes(target)
+
+
+def encode(payload: Payload) -> Encoded:
+    """Work out the layout of a payload. Raises ``InvalidRequestError`` naming the tensor or path it cannot send."""
+    struct = facts.to_struct(payload.metadata)
+    if payload.text is None:
+        return _encode_tensors(payload, struct)
+    if payload.tensors:
+        raise errors.InvalidRequestError.field("payload", "has both text and tensors; one payload carries one of them")
+    try:
+        raw = payload.text.encode()
+    except UnicodeEncodeError as error:
+        raise errors.InvalidRequestError.field("payload.text", f"is not valid Unicode: {error}") from None
+    if len(raw) <= MAX_HANDLE_TEXT_BYTES:
+        return Encoded((), (), payload.text, struct, len(raw))
+    spec = transfer_pb2.TensorSpec(dtype=_TEXT_DTYPE, shape=[len(raw)], size_bytes=len(raw))
+    return Encoded((spec,), (np.frombuffer(raw, np.uint8),), None, struct, len(raw))
+
+
+def _encode_tensors(payload: Payload, struct: struct_pb2.Struct) -> Encoded:
+    if len(payload.tensors) > MAX_TENSORS:
+        raise errors.InvalidRequestError.field("payload.tensors", f"{len(payload.tensors)}, at most {MAX_TENSORS}")
+    specs: list[transfer_pb2.TensorSpec] = []
+    arrays: list[npt.NDArray[Any]] = []
+    end = 0
+    for name, tensor in payload.tensors.items():
+        path = f"payload.tensors[{name!r}]"
+        if not isinstance(name, str) or not name:
+            raise errors.InvalidRequestError.field(path, "names must be non-empty strings")
+        if not isinstance(tensor, np.ndarray):
+            raise errors.InvalidRequestError.field(path, f"must be a numpy array, got {type(tensor).__name__}")
+        if tensor.ndim > _MAX_DIMENSIONS:
+            raise errors.InvalidRequestError.field(path, f"{tensor.ndim} dimensions, at most {_MAX_DIMENSIONS}")
+        try:
+            dtype = dtype_name(tensor.dtype)
+        except errors.InvalidRequestError as error:
+            raise errors.InvalidRequestError.field(path, error.message, reason=error.reason) from None
+        array = raw_view(tensor)
+        start = aligned(end)
+        end = start + array.nbytes
+        specs.append(
+            transfer_pb2.TensorSpec(
+                name=name, dtype=dtype, shape=array.shape, offset_bytes=start, size_bytes=array.nbytes
+            )
+        )
+        arrays.append(array)
+    return Encoded(specs, arrays, None, struct, end)
+
+
+def check_headers(handle: transfer_pb2.TransferHandle) -> None:
+    """Check all numbers of the handle's headers against each other, before any byte moves. Raises ``DataLossError``
+    (reason BAD_HANDLE) naming what does not fit, ``UnimplementedError`` for a dtype of a later version."""
+    if handle.HasField("text"):
+        if handle.tensors or not handle.HasField("inline") or handle.inline.data:
+            raise _bad(handle, "has text, and other data as well")
+        end = len(handle.text.encode())
+    else:
+        if len(handle.tensors) > MAX_TENSORS:
+            raise _bad(handle, f"{len(handle.tensors)} tensors, at most {MAX_TENSORS}")
+        end = 0
+        names: set[str] = set()
+        for spec in handle.tensors:
+            end = _check_spec(handle, spec, end)
+            if spec.name in names:
+                raise _bad(handle, f"tensor {spec.name!r} twice")
+            names.add(spec.name)
+    if end != handle.size_bytes:
+        raise _bad(handle, f"size_bytes is {handle.size_bytes}, its contents take {end}")
+
+
+def _check_spec(handle: transfer_pb2.TransferHandle, spec: transfer_pb2.TensorSpec, end: int) -> int:
+    """The end of this tensor, given the end of the one before."""
+    is_text = spec.dtype == _TEXT_DTYPE
+    if is_text != (not spec.name) or (is_text and (len(handle.tensors) != 1 or len(spec.shape) != 1)):
+        raise _bad(handle, f"tensor {spec.name!r} of dtype {spec.dtype!r}: a name means a tensor, none means text")
+    if not is_text and spec.dtype not in DTYPES:
+        raise errors.UnimplementedError(
+            f"tensor {spec.name!r} has dtype {spec.dtype!r}; this version reads {', '.join(DTYPES)}",
+            reason="UNSUPPORTED_DTYPE",
+            metadata={"key": handle.key, "dtype": spec.dtype},
+        )
+    itemsize = 1 if is_text else DTYPES[spec.dtype].itemsize
+    if len(spec.shape) > _MAX_DIMENSIONS:
+        raise _bad(handle, f"tensor {spec.name!r}: {len(spec.shape)} dimensions, at most {_MAX_DIMENSIONS}")
+    # numpy multiplies the non-zero dimensions even of an empty array, and must not overflow.
+    if math.prod(size for size in spec.shape if size) * itemsize > _MAX_BYTES:
+        raise _bad(handle, f"tensor {spec.name!r}: shape {list(spec.shape)} is beyond any memory")
+    size = math.prod(spec.shape) * itemsize
+    if spec.size_bytes != size:
+        raise _bad(handle, f"tensor {spec.name!r}: size_bytes is {spec.size_bytes}, {list(spec.shape)} takes {size}")
+    if spec.offset_bytes != aligned(end):
+        raise _bad(handle, f"tensor {spec.name!r}: offset_bytes is {spec.offset_bytes}, must be {aligned(end)}")
+    return spec.offset_bytes + size
+
+
+def decode(handle: transfer_pb2.TransferHandle, data: memoryview) -> Payload:
+    """The payload behind a handle, as read-only views of ``data``, without copying. Raises as ``check_headers``, and
+    ``DataLossError`` if ``data`` is not ``size_bytes`` long or not the text it should be. The checksum is a separate
+    step (``check_checksum``), since it takes time."""
+    check_headers(handle)
+    known = facts.from_struct(handle.metadata) if handle.HasField("metadata") else {}
+    if handle.HasField("text"):
+        return Payload(text=handle.text, metadata=known)
+    if len(data) != handle.size_bytes:
+        raise _bad(handle, f"promises {handle.size_bytes} bytes, got {len(data)}", "WRONG_LENGTH")
+    if len(handle.tensors) == 1 and handle.tensors[0].dtype == _TEXT_DTYPE:
+        try:
+            return Payload(text=str(data, "utf-8"), metadata=known)
+        except UnicodeDecodeError as error:
+            raise _bad(handle, f"has text that is not UTF-8: {error}") from None
+    readonly = data.toreadonly()
+    tensors = {
+        spec.name: np.ndarray(tuple(spec.shape), DTYPES[spec.dtype], buffer=readonly, offset=spec.offset_bytes)
+        for spec in handle.tensors
+    }
+    return Payload(tensors=tensors, metadata=known)
+
+
+def check_checksum(handle: transfer_pb2.TransferHandle, data: memoryview) -> None:
+    """Raises ``DataLossError`` unless ``data`` (or the handle's text) has the checksum that the handle promises.
+
+    Handles without checksum pass."""
+    if not handle.HasField("crc32"):
+        return
+    actual = zlib.crc32(handle.text.encode() if handle.HasField("text") else data)
+    if actual != handle.crc32:
+        raise _bad(handle, f"promises CRC-32 {handle.crc32:08x}, its bytes have {actual:08x}", "WRONG_CHECKSUM")
+
+
+def aligned(offset_bytes: int) -> int:
+    """The first place at or after ``offset_bytes`` where a tensor may lie."""
+    return -(-offset_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _bad(handle: transfer_pb2.TransferHandle, why: str, reason: str = "BAD_HANDLE") -> errors.DataLossError:
+    return errors.DataLossError(f"handle {handle.key!r} {why}", reason=reason, metadata={"key": handle.key})

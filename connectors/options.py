@@ -1,0 +1,85 @@
+"""What the deploy file may say under ``extra`` of a connector; anything else is an error that names the key."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from connectors.payload import JsonValue
+from connectors.peers import DEFAULT_MAX_PEERS
+from connectors.publish import MAX_INLINE_BYTES
+from omnicore import errors
+
+T = TypeVar("T")
+
+_DEFAULT_PUT_WAIT_S = 10.0  # as long as a request waits for a replica
+
+
+def _option(default: Any, *, low: float = 0, high: float = math.inf) -> Any:
+    return dataclasses.field(default=default, metadata={"low": low, "high": high})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShmOptions:
+    """Options of the shared-memory connector."""
+
+    pool_bytes: int = _option(0)
+    """Size of the pool that this worker publishes into; 0: what the worker was started with."""
+    shm_threshold_bytes: int = _option(MAX_INLINE_BYTES, high=MAX_INLINE_BYTES)
+    """Payloads below this travel inside their handle."""
+    put_wait_s: float = _option(_DEFAULT_PUT_WAIT_S)
+    """How long ``put`` waits for room."""
+    checksum: bool = False
+    """Put a CRC-32 into every handle, which readers check."""
+    max_peers: int = _option(DEFAULT_MAX_PEERS, low=1)
+    """Pools of other workers that stay mapped while idle."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GrpcOptions:
+    """Options of the connector of last resort."""
+
+    pool_bytes: int = _option(256 * 1024 * 1024)
+    """Most bytes that are published and not yet released; taken only when needed."""
+    inline_bytes: int = _option(MAX_INLINE_BYTES, high=MAX_INLINE_BYTES)
+    """Payloads below this travel inside their handle."""
+    put_wait_s: float = _option(_DEFAULT_PUT_WAIT_S)
+    """How long ``put`` waits for room."""
+    checksum: bool = False
+    """Put a CRC-32 into every handle, which readers check."""
+    max_fetch_bytes: int = _option(4 * 1024**3, low=1)
+    """Larger handles are refused before any byte is asked for."""
+
+
+def parse_options(cls: type[T], kind: str, extra: Mapping[str, JsonValue]) -> T:
+    """``extra`` as a ``cls``. Raises ``InvalidRequestError`` for an unknown key, with the nearest one, for a wrong type
+    and for a number out of range."""
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for key, value in extra.items():
+        path = f"connectors.{kind}.extra.{key}"
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            hint = f", did you mean {near[0]!r}?" if near else f"; accepted: {', '.join(fields)}"
+            raise errors.InvalidRequestError.field(path, f"no such option{hint}", reason="UNKNOWN_OPTION")
+        values[key] = _converted(path, value, hints[key], fields[key].metadata)
+    return cls(**values)
+
+
+def _converted(path: str, value: JsonValue, hint: Any, limits: Mapping[str, float]) -> Any:
+    if hint is bool:
+        if not isinstance(value, bool):
+            raise errors.InvalidRequestError.field(path, f"must be true or false, got {value!r}")
+        return value
+    # Numbers that have been through a protobuf Struct are floats: 65536.0 is a whole number.
+    if isinstance(value, bool) or not isinstance(value, int | float) or (hint is int and value != int(value)):
+        wanted = "a whole number" if hint is int else "a number"
+        raise errors.InvalidRequestError.field(path, f"must be {wanted}, got {value!r}")
+    if not limits["low"] <= value <= limits["high"]:
+        raise errors.InvalidRequestError.field(path, f"must be {limits['low']:g} to {limits['high']:g}, got {value:g}")
+    return hint(value)

@@ -1,0 +1,135 @@
+"""The producer's side that all connectors share: payload in, handle out, one copy."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import zlib
+from collections.abc import Callable
+from typing import TypeVar
+
+from connectors import codec
+from connectors.handles import HandleStore, Reservation
+from connectors.payload import Payload
+from connectors.space import Slot, Space, SpaceQueue
+from omni.v1 import transfer_pb2
+from omnicore import errors
+
+T = TypeVar("T")
+
+MAX_INLINE_BYTES = 64 * 1024
+"""The most that a handle carries inline. Above, bytes in a gRPC message cost more than shared memory does."""
+_OFFLOAD_BYTES = 4 * 1024 * 1024
+"""Copies from here on (about half a millisecond) run in a thread: token streams share the event loop."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Usage:
+    """Counts of one connector, or of several."""
+
+    pool_bytes: int
+    free_bytes: int
+    handles: int
+
+
+class Publisher:
+    """Publishes payloads of one connector: inline below ``inline_bytes``, else into ``space``."""
+
+    def __init__(
+        self, kind: str, store: HandleStore, space: Space, *, inline_bytes: int, put_wait_s: float, checksum: bool
+    ) -> None:
+        self._kind = kind
+        self._store = store
+        self._space = space
+        self._queue = SpaceQueue(space, put_wait_s, kind)
+        self._inline_bytes = inline_bytes
+        self._checksum = checksum
+
+    async def put(
+        self, key: str, edge: transfer_pb2.EdgeRef, sequence: int, payload: Payload, consumers: int
+    ) -> transfer_pb2.TransferHandle:
+        """``Connector.put``. The payload's tensors must not change until this returns."""
+        encoded = codec.encode(payload)
+        reservation = self._store.reserve(key, edge, sequence, consumers, self._kind)
+        try:
+            encoded.describe(reservation.handle)
+            if encoded.in_handle or encoded.size_bytes < self._inline_bytes:
+                return self._publish_inline(reservation, encoded)
+            return await self._publish_slot(reservation, encoded)
+        except BaseException:
+            reservation.cancel()
+            raise
+
+    def usage(self) -> Usage:
+        """Counts now."""
+        return Usage(self._space.size_bytes, self._space.free_bytes, self._store.stats(self._kind).handles)
+
+    def close(self) -> None:
+        """Fail waiting puts and let the memory go; the store frees the handles."""
+        self._queue.close()
+        self._space.close()
+
+    def _publish_inline(self, reservation: Reservation, encoded: codec.Encoded) -> transfer_pb2.TransferHandle:
+        handle = reservation.handle
+        data = b"" if encoded.in_handle else encoded.to_bytes()
+        handle.inline.SetInParent()
+        handle.inline.data = data
+        if self._checksum:
+            handle.crc32 = zlib.crc32(handle.text.encode() if handle.HasField("text") else data)
+        return reservation.publish(memoryview(data), _nothing)
+
+    async def _publish_slot(self, reservation: Reservation, encoded: codec.Encoded) -> transfer_pb2.TransferHandle:
+        slot = await self._queue.allocate(encoded.size_bytes)
+        release = self._queue.releaser(slot)
+        writing: asyncio.Future[int] | None = None
+        try:
+            if encoded.size_bytes < _OFFLOAD_BYTES:
+                crc32 = self._write(encoded, slot)
+            else:
+                writing = asyncio.get_running_loop().run_in_executor(None, self._write, encoded, slot)
+                crc32 = await asyncio.shield(writing)
+            if self._checksum:
+                reservation.handle.crc32 = crc32
+            slot.locate(reservation.handle)
+            return reservation.publish(slot.view, release)
+        except BaseException:
+            if writing is not None and not writing.done():
+                # The thread goes on writing: nobody else may have the slot before it has finished.
+                writing.add_done_callback(lambda done: (done.exception(), release()))
+            else:
+                release()
+            raise
+
+    def _write(self, encoded: codec.Encoded, slot: Slot) -> int:
+        encoded.write_into(slot.view)
+        return zlib.crc32(slot.view) if self._checksum else 0
+
+
+def read_inline(handle: transfer_pb2.TransferHandle) -> Payload:
+    """The payload of a handle that carries its data itself. Raises ``DataLossError`` for one that does not fit."""
+    data = memoryview(handle.inline.data)
+    if len(data) > MAX_INLINE_BYTES:
+        raise errors.DataLossError(
+            f"handle {handle.key!r} carries {len(data)} bytes inline, at most {MAX_INLINE_BYTES} are allowed",
+            reason="BAD_HANDLE",
+            metadata={"key": handle.key},
+        )
+    payload = codec.decode(handle, data)
+    codec.check_checksum(handle, data)
+    return payload
+
+
+async def verify(handle: transfer_pb2.TransferHandle, data: memoryview) -> None:
+    """Check the checksum, if the handle has one, without holding up the event loop. Raises ``DataLossError``."""
+    if handle.HasField("crc32"):
+        await _offloaded(handle.size_bytes, lambda: codec.check_checksum(handle, data))
+
+
+async def _offloaded(size_bytes: int, work: Callable[[], T]) -> T:
+    if size_bytes < _OFFLOAD_BYTES:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(None, work)
+
+
+def _nothing() -> None:
+    """Inline data is in its handle and needs no freeing."""

@@ -1,0 +1,116 @@
+"""Shared memory: for two workers on one host, the path with one copy in and none out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+from connectors import codec, publish
+from connectors.handles import HandleStore
+from connectors.options import ShmOptions
+from connectors.payload import Payload
+from connectors.peers import PeerPools
+from connectors.pool import MemfdPool
+from connectors.space import HeapSpace, Space
+from omni.v1 import transfer_pb2, types_pb2
+from omnicore import errors
+
+DEFAULT_POOL_BYTES = 256 * 1024 * 1024
+"""A few seconds of audio tensors for some tens of requests; pre-faulted in about 0.2 s."""
+
+
+class ShmConnector:
+    """Publishes into a pool that peers map, and maps theirs.
+
+    ``pool_bytes``, unless the options have their own; 0: a worker that only reads has no pool, and can publish only
+    what fits inline.
+    """
+
+    kind = "shm"
+
+    def __init__(
+        self, store: HandleStore, options: ShmOptions | None = None, *, pool_bytes: int = DEFAULT_POOL_BYTES
+    ) -> None:
+        """Raises ``ResourceExhaustedError`` if the host has not that much memory."""
+        options = options or ShmOptions()
+        pool_bytes = options.pool_bytes or pool_bytes
+        space: Space = MemfdPool(pool_bytes) if pool_bytes else HeapSpace(0)
+        self._store = store
+        self._peers = PeerPools(options.max_peers)
+        self._publisher = publish.Publisher(
+            self.kind,
+            store,
+            space,
+            inline_bytes=options.shm_threshold_bytes,
+            put_wait_s=options.put_wait_s,
+            checksum=options.checksum,
+        )
+        self._closed = False
+
+    async def put(
+        self, key: str, edge: transfer_pb2.EdgeRef, sequence: int, payload: Payload, consumers: int = 1
+    ) -> transfer_pb2.TransferHandle:
+        """See ``Connector.put``."""
+        return await self._publisher.put(key, edge, sequence, payload, consumers)
+
+    @contextlib.asynccontextmanager
+    async def get(self, handle: transfer_pb2.TransferHandle) -> AsyncIterator[Payload]:
+        """See ``Connector.get``; further errors are those of ``PeerPools.open``.
+
+        Leaving the context raises ``DataLossError`` if the owner freed the data while it was read: what was computed
+        from it is worthless then."""
+        self._check_open()
+        backend = handle.WhichOneof("backend")
+        if backend == "inline":
+            yield publish.read_inline(handle)
+            return
+        if backend != "shm":
+            raise errors.FailedPreconditionError(
+                f"handle {handle.key!r} has backend {backend}; connector {self.kind!r} reads shm and inline",
+                reason="OTHER_BACKEND",
+                metadata={"key": handle.key, "backend": backend},
+            )
+        with self._peers.open(handle) as pool:
+            data = pool.view(handle)
+            payload = codec.decode(handle, data)
+            await publish.verify(handle, data)
+            yield payload
+            if not pool.holds(handle):
+                raise errors.DataLossError(
+                    f"the data of {handle.key!r} was freed while it was being read",
+                    reason="RELEASED_WHILE_READ",
+                    metadata={"key": handle.key},
+                )
+
+    def release(self, key: str, token: bytes) -> bool:
+        """See ``Connector.release``."""
+        return self._store.release(key, token)
+
+    def cleanup(self, request_id: str) -> int:
+        """See ``Connector.cleanup``."""
+        return self._store.cleanup(request_id, kind=self.kind)
+
+    def offer(self) -> types_pb2.ConnectorOffer:
+        """See ``Connector.offer``; the handle carries all that a peer needs."""
+        return types_pb2.ConnectorOffer(name=self.kind, healthy=not self._closed)
+
+    def usage(self) -> publish.Usage:
+        """See ``Connector.usage``."""
+        return self._publisher.usage()
+
+    def sweep(self) -> int:
+        """Unmap the pools of peers that are gone; returns how many."""
+        return self._peers.sweep()
+
+    async def close(self) -> None:
+        """See ``Connector.close``."""
+        if self._closed:
+            return
+        self._closed = True
+        self._store.free_kind(self.kind)
+        self._publisher.close()
+        self._peers.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise errors.UnavailableError(f"connector {self.kind!r} is closed", reason="CONNECTOR_CLOSED")
