@@ -1,0 +1,331 @@
+"""Joining and leaving: Register and Deregister.
+
+A claim is two keys under one lease, written in one transaction: the record at the replica id, and the index entry of
+the instance. The transaction requires that neither exists and that the plan is still the one that was checked, so
+
+* an id is held by one instance, whatever races (two registrations on two control planes: one wins, the other one
+  learns who did and goes on to the next id);
+* an instance holds one id: a repeated Register, after a lost reply say, finds the index entry and gets the same claim,
+  wherever it is sent;
+* a write whose outcome is unknown is simply repeated: whichever of the two lands first makes the other one fail.
+
+Ids that registrations in this process are about to take are reserved, so that they do not all try the same one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import datetime
+from typing import Final
+
+from control_plane import codec, compat, states, validate
+from control_plane.etcd import (
+    EtcdClient,
+    KeyValue,
+    LeaseLost,
+    TxnResult,
+    WriteOutcomeUnknown,
+    create_revision_is,
+    mod_revision_is,
+    op_delete,
+    op_get,
+    op_put,
+)
+from control_plane.ids import IdPool
+from control_plane.keys import ReplicaKey
+from control_plane.records import Records, found
+from control_plane.table import Table
+from omni.v1 import pipeline_pb2, types_pb2
+from omni.v1 import registry_service_pb2 as pb
+from omnicore.backoff import Backoff
+from omnicore.errors import FailedPreconditionError, OmniError, UnavailableError
+from omnicore.log import get_logger
+
+_log = get_logger(__name__)
+
+# An attempt ends without result only if the ground moved (another plan, a lease that ran out, the same instance at
+# another control plane): a few in a row are rare.
+_MAX_ATTEMPTS: Final = 30
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Claim:
+    """A claim that is in force."""
+
+    key: ReplicaKey
+    epoch: int
+    lease_id: int
+    lease_ttl_s: int
+    revision: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Ground:
+    """What a registration stands on, read in one transaction."""
+
+    claim: KeyValue | None
+    plan: KeyValue
+    pipeline: pipeline_pb2.Pipeline
+    cordoned: bool
+
+
+class Membership:
+    """Register and Deregister for one cluster."""
+
+    def __init__(self, client: EtcdClient, table: Table, records: Records, *, lease_ttl_s: int) -> None:
+        self._client = client
+        self._table = table
+        self._records = records
+        self._keys = table.keys
+        self._lease_ttl_s = lease_ttl_s
+
+    async def register(self, request: pb.RegisterRequest, peer: str) -> Claim:
+        """Claim an id for an instance. ``peer`` is the caller's address. Raises as the proto of Register says."""
+        validate.register_request(request)
+        self._table.require_loaded()
+        compat.check_reachable(request.endpoint, peer)
+        backoff = Backoff(0.01, 0.2)
+        for _ in range(_MAX_ATTEMPTS):
+            ground = await self._ground(request)
+            claim = None if ground.claim is None else await self._existing(request, ground.claim)
+            if claim is None and ground.claim is None:
+                self._check_fit(request, ground.pipeline)
+                await self._replace_predecessor(request)
+                claim = await self._new_claim(request, ground)
+            if claim is not None:
+                # The caller sees its own write at this control plane, and the next one gets the next id.
+                await self._table.wait_revision(claim.revision)
+                return claim
+            await asyncio.sleep(backoff.next_delay_s())
+        raise UnavailableError("registration does not come to an end", reason="CONTENDED", retry_after_s=1.0)
+
+    async def deregister(self, request: pb.DeregisterRequest) -> int:
+        """End a claim now. Returns the revision at which it was gone; a claim that does not exist is fine."""
+        faults = validate.Faults()
+        validate.replica_ref(
+            faults, "replica", request.replica, present=request.HasField("replica"), epoch_required=True
+        )
+        faults.raise_if_any()
+        self._table.require_loaded()
+        key, epoch = validate.replica_key(request.replica), request.replica.epoch
+        kv = await self._records.read(key)
+        if kv is None or kv.create_revision != epoch:
+            return self._table.revision
+        instance_uuid = _instance_of(kv, key)
+        also = [op_delete(self._keys.cordon(instance_uuid))] if instance_uuid else []
+        revision = await self._records.end(key, epoch, instance_uuid, also)
+        _log.info("replica left", replica=key, epoch=epoch, reason=validate.shown(request.reason, 200))
+        await self._revoke(kv.lease_id)
+        await self._table.wait_revision(revision)
+        return revision
+
+    async def _ground(self, request: pb.RegisterRequest) -> _Ground:
+        uuid, name = request.instance_uuid, request.stage.pipeline
+        result = await self._client.txn(
+            [],
+            [
+                op_get(self._keys.instance(uuid)),
+                op_get(self._keys.pipeline(name)),
+                op_get(self._keys.cordon(uuid)),
+                op_get(self._keys.eviction(uuid)),
+            ],
+        )
+        if found(result, 3) is not None:
+            raise FailedPreconditionError(
+                f"instance {uuid} was evicted by an operator: start a new process to come back",
+                reason="EVICTED",
+                metadata={"instance_uuid": uuid},
+            )
+        plan = found(result, 1)
+        if plan is None:
+            raise compat.no_pipeline(name, (pipeline.name for pipeline in self._table.pipelines()))
+        return _Ground(found(result, 0), plan, codec.decode_pipeline(plan.value), found(result, 2) is not None)
+
+    async def _existing(self, request: pb.RegisterRequest, index: KeyValue) -> Claim | None:
+        """The claim that the instance holds already; ``None`` to look again."""
+        try:
+            key = codec.decode_claim(index.value)
+            kv = await self._records.read(key)
+            record = None if kv is None else codec.decode_replica(kv.value, key, kv.create_revision)
+        except (codec.RecordError, ValueError):
+            kv = record = None
+        if kv is None or record is None or kv.lease_id != index.lease_id:
+            # Half a claim, or an unreadable one, which only a hand with etcdctl can leave behind. Without the index
+            # entry the instance claims anew; nobody refreshes the other half any more.
+            _log.warning("broken claim dropped", instance=request.instance_uuid, lease=f"{index.lease_id:x}")
+            await self._client.txn(
+                [mod_revision_is(self._keys.instance(request.instance_uuid), index.mod_revision)],
+                [op_delete(self._keys.instance(request.instance_uuid))],
+            )
+            return None
+        _check_same(request, key, record)
+        try:
+            ttl_s = await self._client.refresh_lease(kv.lease_id)
+            written = await self._records.update(key, kv.create_revision, lambda new: _renew(new, request))
+        except LeaseLost:
+            return None  # it is being deleted this moment
+        if written is None:
+            return None
+        _log.info("replica registered again", replica=key, epoch=kv.create_revision, endpoint=request.endpoint)
+        return Claim(key, kv.create_revision, kv.lease_id, round(ttl_s), written.revision)
+
+    def _check_fit(self, request: pb.RegisterRequest, pipeline: pipeline_pb2.Pipeline) -> None:
+        stage = validate.stage_key(request.stage)
+        pipeline.name = stage.pipeline
+        plan = compat.find_stage(pipeline, stage.stage_id)
+        peers = (row.replica for row in self._table.stage_rows(stage))
+        compat.check_fingerprint(request.fingerprint, stage, plan, peers)
+
+    async def _replace_predecessor(self, request: pb.RegisterRequest) -> None:
+        """Two claims must not share an address: whoever dials it would meet the wrong instance. An older claim at our
+        address belongs to a process that is gone, since ours could bind it; end it, unless it still beats."""
+        old = self._table.at_endpoint(request.endpoint)
+        if old is None or old.replica.instance_uuid == request.instance_uuid:
+            return
+        if not old.replica.suspect:
+            raise UnavailableError(
+                f"endpoint {request.endpoint} is served by replica {old.key} (instance {old.replica.instance_uuid}), "
+                "which is alive; if that is an earlier run of this worker, retry in a second",
+                reason="ENDPOINT_IN_USE",
+                metadata={"endpoint": request.endpoint, "replica": old.key},
+                retry_after_s=1.0,
+            )
+        revision = await self._records.end(old.key, old.epoch, old.replica.instance_uuid)
+        _log.info("replica replaced by a new process at its address", replica=old.key, endpoint=request.endpoint)
+        await self._table.wait_revision(revision)
+
+    async def _new_claim(self, request: pb.RegisterRequest, ground: _Ground) -> Claim | None:
+        lease = await self._client.grant_lease(self._lease_ttl_s)
+        claim: Claim | None = None
+        try:
+            claim = await self._claim_any_id(request, ground, lease.lease_id, lease.ttl_s)
+        finally:
+            if claim is None:
+                await self._revoke(lease.lease_id)
+        return claim
+
+    async def _claim_any_id(
+        self, request: pb.RegisterRequest, ground: _Ground, lease_id: int, ttl_s: int
+    ) -> Claim | None:
+        """Try ids until one is ours. ``None`` if the ground has moved: another plan, or a claim by another call."""
+        stage = validate.stage_key(request.stage)
+        pool = self._table.pool(stage)
+        preferred = request.preferred_replica_id if request.HasField("preferred_replica_id") else None
+        taken: set[int] = set()  # found taken by transactions that the table has not heard of yet
+        try:
+            while True:
+                replica_id = _choose(pool, preferred)
+                preferred = None
+                key = ReplicaKey(stage.pipeline, stage.stage_id, replica_id)
+                try:
+                    result = await self._try_claim(request, ground, key, lease_id)
+                except LeaseLost:
+                    return None
+                finally:
+                    pool.release(replica_id)
+                if result.succeeded:
+                    pool.claim(replica_id)  # before the event comes, so that nobody tries it in vain
+                    _log.info("replica registered", replica=key, epoch=result.revision, endpoint=request.endpoint)
+                    return Claim(key, result.revision, lease_id, ttl_s, result.revision)
+                if found(result, 0) is not None or _mod_revision(found(result, 2)) != ground.plan.mod_revision:
+                    return None
+                if found(result, 1) is not None and pool.reserve(replica_id):
+                    taken.add(replica_id)
+        finally:
+            for replica_id in taken:
+                pool.release(replica_id)
+
+    async def _try_claim(
+        self, request: pb.RegisterRequest, ground: _Ground, key: ReplicaKey, lease_id: int
+    ) -> TxnResult:
+        record_path = self._keys.replica(key)
+        index_path = self._keys.instance(request.instance_uuid)
+        plan_path = self._keys.pipeline(key.pipeline)
+        conditions = [
+            create_revision_is(record_path, 0),
+            create_revision_is(index_path, 0),
+            mod_revision_is(plan_path, ground.plan.mod_revision),
+        ]
+        record = codec.encode_replica(_record(request, key, cordoned=ground.cordoned))
+        puts = [op_put(record_path, record, lease_id), op_put(index_path, codec.encode_claim(key), lease_id)]
+        while True:
+            try:
+                return await self._client.txn(
+                    conditions, puts, [op_get(index_path), op_get(record_path), op_get(plan_path)]
+                )
+            except WriteOutcomeUnknown as error:
+                _log.warning("claim repeated: its outcome is unknown", replica=key, error=error)
+
+    async def _revoke(self, lease_id: int) -> None:
+        if lease_id == 0:
+            return
+        try:
+            await self._client.revoke_lease(lease_id)
+        except OmniError as error:
+            # Its keys are gone already, or go with it: nobody refreshes it any more.
+            _log.warning("lease left to run out", lease=f"{lease_id:x}", error=error)
+
+
+def _check_same(request: pb.RegisterRequest, key: ReplicaKey, record: types_pb2.Replica) -> None:
+    """An instance may repeat its registration, not change it."""
+    pairs = (
+        ("stage", str(validate.stage_key(request.stage)), str(key.stage)),
+        ("endpoint", request.endpoint, record.endpoint),
+        ("fingerprint", _one_line(request.fingerprint), _one_line(record.fingerprint)),
+    )
+    for field, offered, registered in pairs:
+        if offered != registered:
+            offered, registered = compat.shorten(offered), compat.shorten(registered)
+            raise FailedPreconditionError(
+                f"instance {request.instance_uuid} is registered as replica {key} with {field} {registered}, "
+                f"not {offered}: a changed instance needs a new instance_uuid",
+                reason="INSTANCE_DIFFERS",
+                metadata={"field": field, "offered": offered, "registered": registered, "replica": key},
+            )
+
+
+def _one_line(message: types_pb2.StageFingerprint) -> str:
+    return " ".join(str(message).split())
+
+
+def _choose(pool: IdPool, preferred: int | None) -> int:
+    if preferred is not None and pool.reserve(preferred):
+        return preferred
+    return pool.reserve_lowest()
+
+
+def _record(request: pb.RegisterRequest, key: ReplicaKey, *, cordoned: bool) -> types_pb2.Replica:
+    record = types_pb2.Replica(
+        ref=codec.replica_ref(key),
+        instance_uuid=request.instance_uuid,
+        endpoint=request.endpoint,
+        state=request.state,
+        cordoned=cordoned,
+        connectors=request.connectors,
+        placement=request.placement,
+        fingerprint=request.fingerprint,
+        engine=request.engine,
+    )
+    record.register_time.FromDatetime(datetime.datetime.now(datetime.UTC).replace(microsecond=0))
+    return record
+
+
+def _renew(record: types_pb2.Replica, request: pb.RegisterRequest) -> None:
+    """What a repeated Register may bring news of."""
+    if states.may_become(record.state, request.state):
+        record.state = request.state
+    if list(record.connectors) != list(request.connectors):
+        del record.connectors[:]
+        record.connectors.extend(request.connectors)
+
+
+def _instance_of(kv: KeyValue, key: ReplicaKey) -> str:
+    try:
+        return codec.decode_replica(kv.value, key, kv.create_revision).instance_uuid
+    except codec.RecordError:
+        return ""
+
+
+def _mod_revision(kv: KeyValue | None) -> int:
+    return 0 if kv is None else kv.mod_revision
