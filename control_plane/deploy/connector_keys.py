@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from control_plane.deploy.document import Value
 from control_plane.deploy.faults import Faults, nearest, shorten
@@ -56,18 +56,35 @@ _NETWORK: Final[dict[str, Key]] = {
 }
 
 
+_ANY_NETWORK: Final = {**_POOL, **_NETWORK}
+
+
 def _protocol(*names: str) -> dict[str, Key]:
     return {"protocol": Key(Choice(names), "transport", "connector's")}
 
 
+_PUBLISHING: Final[dict[str, Key]] = {
+    "pool_bytes": Key(Int(0), "bytes of the pool that a worker publishes into; 0: what the worker was started with"),
+    "memory_pool_size": Key(Int(1), "the same as `pool_bytes`"),
+    "memory_pool_device": Key(Choice(("cpu",)), "host memory is all there is", "cpu"),
+    "put_wait_s": Key(_SECONDS, "how long a full pool is waited for", "10"),
+    "checksum": Key(Bool(), "send a checksum with every payload, which readers check", "false"),
+}
+_INLINE = Key(Int(0, 65536), "payloads below this size travel inside of their handle", "65536")
+
 OPTIONS: Final[dict[str, dict[str, Key]]] = {
     "auto": {},
     "shm": {
-        **_POOL,
-        "shm_threshold_bytes": Key(Int(0, 1 << 24), "smaller payloads travel inside of the handle", "65536"),
-        "put_wait_s": Key(_SECONDS, "how long a full pool is waited for", "connector's"),
+        **_PUBLISHING,
+        "shm_threshold_bytes": _INLINE,
+        "max_peers": Key(_COUNT, "pools of other workers that stay mapped while idle", "connector's"),
     },
-    "grpc": {**_POOL, "shm_threshold_bytes": Key(Int(0, 1 << 24), "smaller payloads travel in the handle", "65536")},
+    "grpc": {
+        **_PUBLISHING,
+        "inline_bytes": _INLINE,
+        "shm_threshold_bytes": Key(_INLINE.kind, "the same as `inline_bytes`"),
+        "max_fetch_bytes": Key(Int(1), "larger payloads are refused", "4 GiB"),
+    },
     "mooncake": {**_POOL, **_NETWORK, **_protocol("tcp", "rdma", "nvlink", "ascend")},
     "mooncake-store": {
         **_POOL,
@@ -115,6 +132,16 @@ OPTIONS: Final[dict[str, dict[str, Key]]] = {
     },
     "yuanrong-te": {**_POOL, **_NETWORK, **_protocol("ascend", "rdma", "tcp"), "rpc_port": Key(_PORT_OR_AUTO, "port")},
 }
+
+STRICT_KINDS: Final = ("auto", "shm", "grpc")
+"""Connectors of the project: they refuse options they do not know. Those of libraries may know more than is listed."""
+
+_SAME_AS: Final = {
+    "shm": {"memory_pool_size": "pool_bytes"},
+    "grpc": {"memory_pool_size": "pool_bytes", "shm_threshold_bytes": "inline_bytes"},
+}
+_UNUSED: Final = ("memory_pool_device", *_NETWORK, "buffer_ttl_seconds")
+"""Options of users' files that the strict kinds have no use for: checked, and left out of the plan."""
 
 # Options of models, which users' files put beside the connector's own because their stages read them there.
 MODEL_OPTIONS: Final = frozenset(
@@ -177,25 +204,38 @@ def unknown_kind(name: str) -> str:
     return f"unknown connector class {shorten(name)!r}{hint} (known: {', '.join((*KINDS, *ALIASES))})"
 
 
-def check_options(kind: str, extra: Value, faults: Faults) -> None:
-    """Check the ``extra`` mapping of a connector.
+def check_options(kind: str, extra: Value, faults: Faults) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The ``extra`` mapping of a connector, checked: its own options, and those that models read.
 
-    Options of models are allowed with every kind. Others are a fault where they look like a misspelt option, else a
-    warning: they reach the connector as they are.
+    What is unknown is a fault if the connector would refuse it or it looks like a misspelt option; else it is passed
+    on with a warning.
     """
-    known = OPTIONS[kind]
-    names = [*known, *MODEL_OPTIONS]
+    own: dict[str, Any] = {}
+    model: dict[str, Any] = {}
+    strict = kind in STRICT_KINDS
+    unused = {name: _ANY_NETWORK[name] for name in _UNUSED if name not in OPTIONS[kind]} if strict else {}
+    names = [*OPTIONS[kind], *MODEL_OPTIONS]
 
     def unknown(name: str, item: Value) -> bool:
         if name in MODEL_OPTIONS:
-            check_keys(Value({name: item}, item.line), {name: _MODEL_KEY}, faults)
-            return True
-        near = nearest(name, names)
-        if near:
-            faults.error(item, f"unknown option {shorten(name)!r} of connector {kind!r}; did you mean {near!r}?")
+            model.update(check_keys(Value({name: item}, item.line), {name: _MODEL_KEY}, faults))
+        elif name in unused:
+            check_keys(Value({name: item}, item.line), unused, faults)
+            faults.warn(item, f"connector {kind!r} has no use for it")
+        elif (near := nearest(name, names)) or strict:
+            hint = f"; did you mean {near!r}?" if near else f"; known: {', '.join(OPTIONS[kind])}"
+            faults.error(item, f"unknown option {shorten(name)!r} of connector {kind!r}{hint}")
         else:
-            Anything().check(item, faults)
+            own[name] = Anything().check(item, faults)
             faults.warn(item, f"not an option of connector {kind!r} that is known here; it is passed on as it is")
         return True
 
-    check_keys(extra, known, faults, unknown=unknown)
+    checked = check_keys(extra, OPTIONS[kind], faults, unknown=unknown)
+    if strict:
+        checked.pop("memory_pool_device", None)
+    for name, target in _SAME_AS.get(kind, {}).items():
+        if name in checked:
+            value = checked.pop(name)
+            if checked.setdefault(target, value) != value:
+                faults.error(extra.at(name), f"{value} disagrees with {target} = {checked[target]}: they are the same")
+    return {**checked, **own}, model

@@ -53,6 +53,10 @@ class Graph:
         """The ends of all edges."""
         return [edge.pair for edge in self.edges]
 
+    def edges_of(self, stage_id: int) -> list[EdgeDraft]:
+        """Edges that begin or end at a stage."""
+        return [edge for edge in self.edges if stage_id in edge.pair]
+
 
 def plan_graph(root: Value, drafts: Sequence[StageDraft], complete: bool, faults: Faults) -> Graph:
     """The graph that the file means. ``complete``: all stage ids are good, so that references can be judged."""

@@ -67,16 +67,18 @@ def plan_pipeline(deploy_yaml: str, *, name: str = "", engine: str = "", platfor
     drafts, complete = stages.draft_stages(root, top, faults)
     _match_topology(root, top, pipeline_name, drafts, faults)
     graph = plan_graph(root, drafts, complete, faults)
-    connectors = plan_connectors(root, graph, faults)
+    connectors = plan_connectors(root, graph, drafts, faults)
     async_chunk = bool(top.get("async_chunk", True))
     _complete(drafts, graph, engine, async_chunk, faults)
     entrypoints = _entrypoints(root, top, drafts, graph, faults) if complete else {}
+    for draft in drafts:
+        draft.comprehends = draft.fields.get("is_comprehension", draft.stage_id == entrypoints.get("chat"))
     faults.stop_if_any()
 
     by_id = {draft.stage_id: draft for draft in drafts}
     pipeline = pipeline_pb2.Pipeline(
         name=pipeline_name,
-        stages=[_stage_message(draft, draft.stage_id == entrypoints.get("chat"), faults) for draft in drafts],
+        stages=[_stage_message(draft, faults) for draft in drafts],
         edges=[edge_message(edge, by_id[edge.pair[0]], async_chunk, faults) for edge in graph.edges],
         connectors=connectors,
         async_chunk=async_chunk,
@@ -254,7 +256,7 @@ def _entrypoints(
     return entrypoints
 
 
-def _stage_message(draft: StageDraft, is_entry: bool, faults: Faults) -> pipeline_pb2.Stage:
+def _stage_message(draft: StageDraft, faults: Faults) -> pipeline_pb2.Stage:
     fields = draft.fields
     stage = pipeline_pb2.Stage(
         stage_id=draft.stage_id,
@@ -266,7 +268,7 @@ def _stage_message(draft: StageDraft, is_entry: bool, faults: Faults) -> pipelin
         tensor_parallel_size=parallel_size(draft.place, fields, "tensor_parallel_size", faults),
         final_output=draft.final,
         final_output_type=draft.final_type,
-        is_comprehension=fields.get("is_comprehension", is_entry),
+        is_comprehension=draft.comprehends,
         default_sampling_params=stages.sampling_message(fields.get("default_sampling_params", {})),
         max_num_seqs=fields.get("max_num_seqs", 0),
     )

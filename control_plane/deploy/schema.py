@@ -53,20 +53,24 @@ FROM_STAGE: Final = re.compile(r"from_stage_(\d{1,5})")
 _COUNT32 = Int(1, UINT32_MAX)
 _MS = Number(0, 3_600_000)
 
+_AFTER = Int(0, 1_000_000, also=(-1,))
+
 SIM_KEYS: Final[dict[str, Key]] = {
-    "ttft_ms": Key(_MS, "time to the first output", "engine's"),
-    "tpot_ms": Key(_MS, "time between outputs", "engine's"),
-    "step_ms": Key(_MS, "length of one engine step", "engine's"),
-    "tokens": Key(Int(1, 1_000_000), "tokens of an answer (`max_tokens` still limits it)", "engine's"),
-    "output": Key(Choice(("text", "tensor", "audio", "image")), "what the stage makes", "text"),
-    "chunk_bytes": Key(Int(0, 1 << 30), "bytes of one chunk", "engine's"),
-    "chunks": Key(Int(0, 1_000_000), "chunks for each input", "engine's"),
-    "seconds_per_chunk": Key(Number(0, 3600), "seconds of audio in one chunk", "engine's"),
-    "fail_after_tokens": Key(Int(0, 1_000_000), "requests fail after so many tokens", "never"),
-    "fail_rate": Key(Number(0, 1), "share of requests that fail", "0"),
-    "hang_after_tokens": Key(Int(0, 1_000_000), "the engine stops dead after so many tokens", "never"),
+    "output": Key(Choice(("text", "tensor", "audio", "image")), "what the stage makes", "see Completion"),
     "start_ms": Key(_MS, "time to load", "0"),
-    "seed": Key(Int(), "seed of everything it makes", "0"),
+    "ttft_ms": Key(_MS, "from the begin of work on an input to its first output", "0"),
+    "tpot_ms": Key(_MS, "between the outputs of a request", "0"),
+    "step_ms": Key(_MS, "one engine step, shared by all running requests", "`tpot_ms`"),
+    "tokens": Key(Int(1, 1_000_000), "tokens of an answer (`max_tokens` still limits it)", "48"),
+    "chunks": Key(Int(0, 1_000_000), "outputs for each input; 0: one", "0"),
+    "chunk_bytes": Key(Int(4, 1 << 30), "bytes of one tensor chunk", "4096"),
+    "seconds_per_chunk": Key(Number(0, 3600), "seconds of audio in one chunk", "0.5"),
+    "seed": Key(Int(), "goes into everything it makes", "0"),
+    "checksum": Key(Bool(), "write and check checksums of chunks", "true"),
+    "fail_rate": Key(Number(0, 1), "share of requests that fail", "0; 1 with `fail_after_tokens`"),
+    "fail_after_tokens": Key(_AFTER, "a failing request fails after so many outputs; -1: at once", "-1"),
+    "hang_after_tokens": Key(_AFTER, "the engine stops dead after so many outputs; -1: never", "-1"),
+    "crash_after_tokens": Key(_AFTER, "the engine dies after so many outputs; -1: never", "-1"),
 }
 
 SAMPLING_KEYS: Final[dict[str, Key]] = {
@@ -75,7 +79,7 @@ SAMPLING_KEYS: Final[dict[str, Key]] = {
     "top_k": Key(Int(1, INT32_MAX, also=(-1,)), "keep so many tokens; -1: off"),
     "max_tokens": Key(_COUNT32, "longest output"),
     "min_tokens": Key(Int(0, UINT32_MAX), "shortest output; at most max_tokens"),
-    "seed": Key(Int(-INT64_MAX - 1, INT64_MAX), "same seed, same prompt: same output"),
+    "seed": Key(Int(None, INT64_MAX), "same seed, same prompt: same output"),
     "repetition_penalty": Key(Number(0, above=True), "1 is off"),
     "presence_penalty": Key(Number(-2, 2), "0 is off"),
     "frequency_penalty": Key(Number(-2, 2), "0 is off"),
@@ -129,7 +133,7 @@ STAGE_KEYS: Final[dict[str, Key]] = {
     "engine": Key(SHORT_NAME, "engine entry point", "top level's `engine`, else by topology, else `vllm`"),
     "model": Key(Text(), "model name or path, handed to the engine", "top level's `model`"),
     "num_replicas": Key(Int(1, 4096), "replicas that a local launcher starts", "1"),
-    "devices": Key(Anything(), 'device ids of all local replicas: `0`, `"0,1"` or `[0, 1]`', "host only"),
+    "devices": Key(Anything(), X, "host only"),
     "tensor_parallel_size": Key(Int(1, 4096), "tensor parallel ranks of one replica", "1"),
     "max_num_seqs": Key(_COUNT32, "requests that one replica works on at a time", "engine's"),
     "final_output": Key(Bool(), "its output goes to the client", "true where no edge leaves"),

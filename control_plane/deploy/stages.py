@@ -22,6 +22,8 @@ MAX_STAGES: Final = 256
 
 _ENGINE_OUTPUT = {"hibari-vocoder": "audio", "hibari-acoustic": "", "diffusers": "image"}
 
+_SIM_STAND_IN = {"video": "image", "action": "text"}
+
 
 @dataclasses.dataclass(slots=True)
 class StageDraft:
@@ -36,6 +38,10 @@ class StageDraft:
     engine: str = DEFAULT_ENGINE
     final: bool = False
     final_type: str = ""
+    comprehends: bool = False
+    """It understands prompts."""
+    connector_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Options that its model reads from the connectors of its edges."""
 
     @property
     def num_replicas(self) -> int:
@@ -45,9 +51,10 @@ class StageDraft:
     @property
     def makes_text(self) -> bool:
         """Its chunks are text, which the worker cuts."""
-        if self.engine == "sim" and "sim" in self.fields:
-            return bool(self.fields["sim"].get("output", "text") == "text")
-        return self.final_type == "text" or (not self.final_type and self.engine in (DEFAULT_ENGINE, "sim"))
+        if self.engine == "sim":
+            said = self.fields.get("sim", {}).get("output") or self.final_type
+            return bool(said == "text" or (not said and (self.comprehends or self.stage_id == 0)))
+        return self.final_type == "text" or (not self.final_type and self.engine == DEFAULT_ENGINE)
 
 
 def check_stages(stages: Value, faults: Faults) -> None:
@@ -165,10 +172,18 @@ def sampling_message(params: dict[str, Any]) -> sampling_pb2.SamplingParams:
 def engine_args(draft: StageDraft) -> dict[str, Any]:
     """What the engine gets: every key without a place of its own in the plan, in the structure it was written in.
 
-    A simulated stage whose output type is known makes that type, so that any pipeline can be tried with ``sim``.
+    Only ``sim`` gets its options, and it makes what it can in place of outputs it has no likeness of.
     """
-    args = {key: value for key, value in draft.fields.items() if key not in PLAN_KEYS and key != "engine_args"}
-    sim = args.get("sim", {})
-    if draft.engine == "sim" and "output" not in sim and draft.final_type in ("audio", "image"):
-        args["sim"] = {**sim, "output": draft.final_type}
-    return {**args, **draft.fields.get("engine_args", {})}
+    own = {
+        key: value for key, value in draft.fields.items() if key not in PLAN_KEYS and key not in ("engine_args", "sim")
+    }
+    args = {**own, **draft.fields.get("engine_args", {})}
+    if draft.connector_options:
+        args["connector_extra"] = dict(draft.connector_options)
+    if draft.engine == "sim":
+        sim = dict(draft.fields.get("sim", {}))
+        if draft.final_type in _SIM_STAND_IN:
+            sim.setdefault("output", _SIM_STAND_IN[draft.final_type])
+        if sim:
+            args["sim"] = sim
+    return args
