@@ -55,11 +55,10 @@ class PeerPool:
         """The owner's process has not ended. A zombie has."""
         return not self._exit.poll(0)
 
-    def holds(self, handle: transfer_pb2.TransferHandle) -> bool:
-        """The slot of ``handle`` is valid for it, now."""
-        start = handle.shm.offset_bytes - HEADER.size
-        found, size_bytes = HEADER.unpack_from(self._memory, start)
-        return bool(size_bytes == handle.size_bytes and found == fingerprint(handle))
+    def holds(self, handle: transfer_pb2.TransferHandle, expected: bytes) -> bool:
+        """The slot of ``handle``, whose fingerprint is ``expected``, is valid for it, now."""
+        found, size_bytes = HEADER.unpack_from(self._memory, handle.shm.offset_bytes - HEADER.size)
+        return bool(size_bytes == handle.size_bytes and found == expected)
 
     def view(self, handle: transfer_pb2.TransferHandle) -> memoryview:
         """The bytes of ``handle``, read-only. Raises ``DataLossError`` if they are not inside the pool."""
@@ -80,6 +79,25 @@ class PeerPool:
             self._map.close()
 
 
+class Reading:
+    """The bytes of one handle in a mapped pool."""
+
+    def __init__(self, pool: PeerPool, handle: transfer_pb2.TransferHandle, expected: bytes) -> None:
+        self._pool = pool
+        self._handle = handle
+        self._expected = expected
+        self.data = pool.view(handle)
+
+    def check_intact(self) -> None:
+        """Raises ``DataLossError`` if the owner freed the data since: what was read may be anything."""
+        if not self._pool.holds(self._handle, self._expected):
+            raise errors.DataLossError(
+                f"the data of {self._handle.key!r} was freed while it was being read",
+                reason="RELEASED_WHILE_READ",
+                metadata={"key": self._handle.key},
+            )
+
+
 class PeerPools:
     """The pools of other processes that this process has mapped: each once."""
 
@@ -91,9 +109,8 @@ class PeerPools:
         self._closed = False
 
     @contextlib.contextmanager
-    def open(self, handle: transfer_pb2.TransferHandle) -> Iterator[PeerPool]:
-        """The pool that ``handle`` (shm) points into, with a slot that is valid for it; the mapping stays inside the
-        context. Raises
+    def open(self, handle: transfer_pb2.TransferHandle) -> Iterator[Reading]:
+        """The bytes of ``handle`` (shm), valid on entering; the mapping stays inside the context. Raises
 
         * ``FailedPreconditionError`` OTHER_HOST or NOT_MAPPABLE: the data may well exist, but not for us to map;
         * ``UnavailableError`` OWNER_GONE: its process has ended, or closed the pool;
@@ -107,9 +124,10 @@ class PeerPools:
                 reason="OTHER_HOST",
                 metadata={"key": handle.key},
             )
-        pool = self._use(handle)
+        expected = fingerprint(handle)
+        pool = self._use(handle, expected)
         try:
-            yield pool
+            yield Reading(pool, handle, expected)
         finally:
             with self._lock:
                 pool.users -= 1
@@ -134,7 +152,7 @@ class PeerPools:
     def __len__(self) -> int:
         return len(self._pools)
 
-    def _use(self, handle: transfer_pb2.TransferHandle) -> PeerPool:
+    def _use(self, handle: transfer_pb2.TransferHandle, expected: bytes) -> PeerPool:
         backend = handle.shm
         pool_id = (backend.pid, backend.process_start_ticks, backend.fd, backend.pool_bytes)
         with self._lock:
@@ -143,7 +161,7 @@ class PeerPools:
             pool = self._pools.get(pool_id)
             if pool is not None and not pool.owner_alive:
                 raise _owner_gone(backend, "has ended")
-            fits = pool is not None and self._fits(pool, handle)
+            fits = pool is not None and self._fits(pool, handle, expected)
             if pool is not None and not fits and not pool.users and not _current(pool_id, pool):
                 # The owner has closed that pool and opened another one under the same number.
                 self._pools.pop(pool_id).close()
@@ -151,7 +169,7 @@ class PeerPools:
             if pool is None:
                 pool = self._pools[pool_id] = PeerPool(backend)
                 _log.info("peer mapped", pid=pool.pid, pool_bytes=pool.size_bytes)
-                fits = self._fits(pool, handle)
+                fits = self._fits(pool, handle, expected)
             if not fits:
                 raise errors.NotFoundError(
                     f"no data under {handle.key!r}: released, expired, or not what this handle says",
@@ -163,9 +181,9 @@ class PeerPools:
         return pool
 
     @staticmethod
-    def _fits(pool: PeerPool, handle: transfer_pb2.TransferHandle) -> bool:
+    def _fits(pool: PeerPool, handle: transfer_pb2.TransferHandle, expected: bytes) -> bool:
         pool.view(handle)  # inside the pool, or an error
-        return pool.holds(handle)
+        return pool.holds(handle, expected)
 
     def _evict(self) -> None:
         with self._lock:
@@ -207,16 +225,15 @@ def _open_process(backend: transfer_pb2.ShmBackend) -> int:
 
 
 def _map_pool(backend: transfer_pb2.ShmBackend) -> tuple[int, mmap.mmap]:
-    path = f"/proc/{backend.pid}/fd/{backend.fd}"
+    """The inode of the owner's pool, and the pool mapped read-only."""
+    path = Path(f"/proc/{backend.pid}/fd/{backend.fd}")
     try:
         # Look before opening: a handle must not make us open a device or wait for a pipe.
-        if not stat.S_ISREG(Path(path).stat().st_mode) or not str(Path(path).readlink()).startswith(
-            f"/memfd:{POOL_NAME}"
-        ):
-            raise _not_a_pool(backend, "is not a pool")
+        if not stat.S_ISREG(path.stat().st_mode) or not str(path.readlink()).startswith(f"/memfd:{POOL_NAME}"):
+            raise _owner_gone(backend, f"closed its pool: descriptor {backend.fd} is something else")
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (FileNotFoundError, ProcessLookupError) as error:
-        raise _owner_gone(backend, f"has no descriptor {backend.fd}: it ended or closed its pool") from error
+        raise _owner_gone(backend, f"ended or closed its pool: it has no descriptor {backend.fd}") from error
     except PermissionError as error:
         raise errors.FailedPreconditionError(
             f"process {backend.pid} is here but its memory may not be mapped: another user or container",
@@ -227,10 +244,15 @@ def _map_pool(backend: transfer_pb2.ShmBackend) -> tuple[int, mmap.mmap]:
         raise _map_failed(backend, error) from error
     try:
         if fcntl.fcntl(fd, F_GET_SEALS) & REQUIRED_SEALS != REQUIRED_SEALS:
-            raise _not_a_pool(backend, "is not sealed")  # it could be cut short under our reads: SIGBUS
+            # It could be cut short under our reads, which is SIGBUS.
+            raise _owner_gone(backend, f"closed its pool: descriptor {backend.fd} is not sealed")
         found = os.fstat(fd)
         if found.st_size != backend.pool_bytes or not found.st_size:
-            raise _not_a_pool(backend, f"has {found.st_size} bytes, the handle says {backend.pool_bytes}")
+            raise errors.DataLossError(
+                f"the pool of process {backend.pid} has {found.st_size} bytes, the handle says {backend.pool_bytes}",
+                reason="BAD_HANDLE",
+                metadata={"pid": backend.pid},
+            )
         return found.st_ino, mmap.mmap(fd, backend.pool_bytes, prot=mmap.PROT_READ)
     except OSError as error:
         raise _map_failed(backend, error) from error
@@ -243,12 +265,6 @@ def _map_failed(backend: transfer_pb2.ShmBackend, error: OSError) -> errors.Unav
         f"cannot map the pool of process {backend.pid}: {error.strerror}",
         reason="MAP_FAILED",
         metadata={"pid": backend.pid},
-    )
-
-
-def _not_a_pool(backend: transfer_pb2.ShmBackend, why: str) -> errors.DataLossError:
-    return errors.DataLossError(
-        f"descriptor {backend.fd} of process {backend.pid} {why}", reason="BAD_HANDLE", metadata={"pid": backend.pid}
     )
 
 

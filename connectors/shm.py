@@ -70,17 +70,11 @@ class ShmConnector:
                 reason="OTHER_BACKEND",
                 metadata={"key": handle.key, "backend": backend},
             )
-        with self._peers.open(handle) as pool:
-            data = pool.view(handle)
-            payload = codec.decode(handle, data)
-            await publish.verify(handle, data)
+        with self._peers.open(handle) as reading:
+            payload = codec.decode(handle, reading.data)
+            await publish.verify(handle, reading.data)
             yield payload
-            if not pool.holds(handle):
-                raise errors.DataLossError(
-                    f"the data of {handle.key!r} was freed while it was being read",
-                    reason="RELEASED_WHILE_READ",
-                    metadata={"key": handle.key},
-                )
+            reading.check_intact()
 
     def release(self, key: str, token: bytes) -> bool:
         """See ``Connector.release``."""
