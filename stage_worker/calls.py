@@ -1,0 +1,168 @@
+"""The calls of a worker: what may begin, what runs, and what they all share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from connectors.connector_set import ConnectorSet
+from omni.v1 import pipeline_pb2, stage_service_pb2, transfer_pb2
+from omnicore.errors import AlreadyExistsError, InvalidRequestError, OmniError, UnavailableError
+from stage_worker.engine import Engine
+from stage_worker.flows import FlowTable, Outbox
+from stage_worker.identity import Identity
+from stage_worker.links import PeerLinks
+from stage_worker.progress import Progress
+from stage_worker.ready_inputs import Releaser
+
+MAX_REQUEST_ID_CHARS = 300
+"""A client's 256 and the gateway's suffixes."""
+CallKey = tuple[str, int]
+
+
+class RunningCall(Protocol):
+    """A call, as its table and its session see it."""
+
+    key: CallKey
+    completion_tokens: int
+    outboxes: Sequence[Outbox]
+
+    def abort(self, error: OmniError) -> None:
+        """End it now; ``error`` is its last event. Idempotent."""
+        ...
+
+    async def ended(self) -> None:
+        """Return once it holds nothing."""
+        ...
+
+
+class CallTable:
+    """Calls by request id and attempt."""
+
+    def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
+        """``on_change`` is called when a call begins or ends."""
+        self._on_change = on_change
+        self._calls: dict[CallKey, RunningCall] = {}
+        self.refusal: UnavailableError | None = None
+        """Set while no new call may begin: starting, asleep or draining."""
+        self.draining = False
+        """True once no call will ever begin again."""
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, call: RunningCall) -> None:
+        """A call begins. Raises ``AlreadyExistsError`` if that attempt of the request runs already, and ``refusal``."""
+        if self.refusal is not None:
+            refusal = self.refusal
+            raise UnavailableError(refusal.message, reason=refusal.reason, metadata=refusal.metadata)
+        if call.key in self._calls:
+            raise AlreadyExistsError(
+                f"request {call.key[0]!r}, attempt {call.key[1]}, is already running on this replica",
+                reason="REQUEST_RUNNING",
+            )
+        self._calls[call.key] = call
+        self._on_change()
+
+    def remove(self, call: RunningCall) -> None:
+        """A call has ended."""
+        if self._calls.get(call.key) is call:
+            del self._calls[call.key]
+            self._on_change()
+
+    def of_request(self, request_id: str) -> list[RunningCall]:
+        """All attempts of a request that run here."""
+        return [call for key, call in self._calls.items() if key[0] == request_id]
+
+    def all(self) -> list[RunningCall]:
+        """Every running call."""
+        return list(self._calls.values())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """What every call of a worker uses."""
+
+    identity: Identity
+    pipeline: pipeline_pb2.Pipeline
+    stage: pipeline_pb2.Stage
+    engine: Engine
+    connectors: ConnectorSet
+    flows: FlowTable
+    links: PeerLinks
+    releaser: Releaser
+    progress: Progress
+    calls: CallTable
+
+    def check_call(self, call: stage_service_pb2.StageCall) -> None:
+        """Raises ``InvalidRequestError`` naming the field that is wrong."""
+        _check(bool(call.request_id), "request_id", "required")
+        _check(
+            len(call.request_id) <= MAX_REQUEST_ID_CHARS,
+            "request_id",
+            f"at most {MAX_REQUEST_ID_CHARS} characters, got {len(call.request_id)}",
+        )
+        if call.HasField("timeout"):
+            _check(call.timeout.ToNanoseconds() > 0, "timeout", "must be above 0")
+        _check(
+            call.prompt.WhichOneof("kind") is not None or bool(call.inputs),
+            "prompt",
+            "required where the request enters; elsewhere inputs",
+        )
+        self._check_inputs(call)
+        self._check_outputs(call)
+
+    def _check_inputs(self, call: stage_service_pb2.StageCall) -> None:
+        me = self.stage.stage_id
+        upstream = [edge.from_stage for edge in self.pipeline.edges if edge.to_stage == me]
+        seen: set[int] = set()
+        for index, item in enumerate(call.inputs):
+            at = f"inputs[{index}]"
+            _check(item.from_stage in upstream, f"{at}.from_stage", f"{item.from_stage} has no edge to stage {me}")
+            _check(item.from_stage not in seen, f"{at}.from_stage", f"{item.from_stage} is given twice")
+            seen.add(item.from_stage)
+            source = item.WhichOneof("source")
+            _check(source is not None, f"{at}.source", "handles or flow is required")
+            if source == "flow":
+                _check(bool(item.flow.endpoint), f"{at}.flow.endpoint", "required")
+                _check(
+                    item.flow.window == -1 or item.flow.window > 0,
+                    f"{at}.flow.window",
+                    f"-1 (no limit) or at least 1, got {item.flow.window}",
+                )
+                _check(
+                    item.flow.replica.stage.stage_id == item.from_stage,
+                    f"{at}.flow.replica.stage",
+                    f"is stage {item.flow.replica.stage.stage_id}, from_stage says {item.from_stage}",
+                )
+
+    def _check_outputs(self, call: stage_service_pb2.StageCall) -> None:
+        me = self.stage.stage_id
+        downstream = [edge.to_stage for edge in self.pipeline.edges if edge.from_stage == me]
+        seen: set[int] = set()
+        for index, item in enumerate(call.outputs):
+            at = f"outputs[{index}]"
+            _check(item.to_stage in downstream, f"{at}.to_stage", f"stage {me} has no edge to {item.to_stage}")
+            _check(item.to_stage not in seen, f"{at}.to_stage", f"{item.to_stage} is given twice")
+            seen.add(item.to_stage)
+            _check(
+                item.chunk_by
+                in (pipeline_pb2.CHUNK_BY_STEP, pipeline_pb2.CHUNK_BY_SENTENCE, pipeline_pb2.CHUNK_BY_FINAL),
+                f"{at}.chunk_by",
+                f"must be STEP, SENTENCE or FINAL, got {item.chunk_by}",
+            )
+            _check(
+                not item.flow or item.consumers <= 1, f"{at}.consumers", f"a flow has one reader, got {item.consumers}"
+            )
+
+    def edge(self, call: stage_service_pb2.StageCall, from_stage: int, to_stage: int) -> transfer_pb2.EdgeRef:
+        """The name of a call's data on one edge."""
+        return transfer_pb2.EdgeRef(
+            request_id=call.request_id, attempt=call.attempt, from_stage=from_stage, to_stage=to_stage
+        )
+
+
+def _check(good: bool, field: str, text: str) -> None:
+    if not good:
+        raise InvalidRequestError.field(field, text)

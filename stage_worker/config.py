@@ -1,0 +1,66 @@
+"""Flags of ``omniplane stage-worker``."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from connectors.shm import DEFAULT_POOL_BYTES
+from omnicore.config import host_port, host_ports, option, positive
+from stage_worker.flows import OPEN_WAIT_S
+from stage_worker.links import CHUNK_TIMEOUT_S
+
+
+def _not_negative(value: float) -> None:
+    if not value >= 0:
+        raise ValueError(f"must be 0 or more, got {value:g}")
+
+
+def _optional_host_port(value: str) -> None:
+    if value:
+        host_port(value)
+
+
+def _named(value: str) -> None:
+    if not value:
+        raise ValueError("must not be empty")
+
+
+@dataclasses.dataclass(frozen=True)
+class StageWorkerConfig:
+    """One replica of one stage: loads its engine, registers, serves gateways and peer workers."""
+
+    pipeline: str = option(help="pipeline to serve a stage of", check=_named)
+    stage_id: int = option(help="stage to serve", check=_not_negative)
+    control_plane: tuple[str, ...] = option(help="control planes, host:port[,host:port]", check=host_ports)
+    listen: str = option(
+        "",
+        help="host:port to serve on, port 0 takes any; empty: any port of the address that leads to the control plane",
+        check=_optional_host_port,
+    )
+    advertise: str = option(
+        "", help="host that others reach this worker at; empty: found out", flags=("--omni-replica-address", "-ora")
+    )
+    devices: tuple[str, ...] = option((), help="logical device ids for the engine, such as 0,1")
+    topology_domain: str = option("", help="rack, zone or any label that operators route by")
+    pool_bytes: int = option(
+        DEFAULT_POOL_BYTES,
+        help="shared memory for data to other stages; a stage without any takes none",
+        check=_not_negative,
+    )
+    startup_timeout_s: float = option(
+        300.0, help="give up if the control plane, or the pipeline, is not there after this", check=positive
+    )
+    engine_start_timeout_s: float = option(
+        1800.0, help="give up if the engine has not started after this", check=positive, flags=("--stage-init-timeout",)
+    )
+    drain_timeout_s: float = option(30.0, help="on a stop, running requests may take this long", check=_not_negative)
+    chunk_timeout_s: float = option(
+        CHUNK_TIMEOUT_S, help="longest silence of an upstream stage in a request", check=positive
+    )
+    flow_open_timeout_s: float = option(
+        OPEN_WAIT_S, help="how long a consumer waits for its request to reach this worker", check=positive
+    )
+    ready_file: str = option("", help="write address, replica id and epoch here, as JSON, once READY")
+    log_level: str = option("info", help="log level", choices=("debug", "info", "warning", "error"))
+    log_json: bool = option(False, help="logs as JSON")
+    die_with_parent: bool = option(False, help="stop when the parent process ends")

@@ -1,0 +1,146 @@
+"""What the simulated engine makes: words, tensors, tones and pictures, each a function of its input and seed. Pure.
+
+Tests compare against these functions, so a chunk or an answer that went to the wrong request is noticed.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from connectors.payload import Payload
+from omni.v1 import prompt_pb2
+from omnicore.errors import DataLossError
+
+SAMPLE_RATE_HZ = 24_000
+"""Of audio: what common speech models use."""
+_LEXICON = tuple(
+    re.findall(
+        r"\w+",
+        "the a small large quiet bright early late river mountain garden window machine signal teacher captain child "
+        "winter summer morning story letter number village road bridge engine answer question makes finds keeps brings "
+        "follows opens carries remembers builds leaves shows turns slowly quickly always never often again there here "
+        "under over beside between without after before while because and",
+    )
+)
+_PICTURE_PIXELS = 64
+_TENSOR_BLOCK_BYTES = 4096  # random bytes are made once per chunk and repeated: big chunks cost one memcpy
+_AMPLITUDE = 0.3 * 32767  # audible, not loud
+
+
+def prompt_text(prompt: prompt_pb2.Prompt) -> str:
+    """A prompt as one text: turns on lines, media as its checksum, tokens as numbers."""
+    kind = prompt.WhichOneof("kind")
+    if kind == "text":
+        return prompt.text
+    if kind == "tokens":
+        return " ".join(map(str, prompt.tokens.token_ids))
+    lines = []
+    for message in prompt.chat.messages:
+        parts = [
+            part.text
+            if part.WhichOneof("kind") == "text"
+            else f"<{part.media.mime_type} {zlib.crc32(part.media.data):08x}>"
+            for part in message.parts
+        ]
+        lines.append(f"{message.role}: {' '.join(parts)}")
+    return "\n".join(lines)
+
+
+def answer_tokens(source: str, seed: int) -> Iterator[tuple[int, str]]:
+    """An endless answer to ``source``: token ids with their text. Sentences of 6 to 10 words; the first word is the
+    checksum of ``source``."""
+    rng = random.Random(f"{seed}|{source}")
+    first = f"Answer-{zlib.crc32(source.encode()):08x}"
+    left = rng.randint(6, 10)
+    start = True
+    word, token_id = first, len(_LEXICON)
+    while True:
+        left -= 1
+        if start and word is not first:
+            word = word.capitalize()
+        yield token_id, ("" if word is first else " ") + word + ("." if left == 0 else "")
+        start = left == 0
+        if start:
+            left = rng.randint(6, 10)
+        token_id = rng.randrange(len(_LEXICON))
+        word = _LEXICON[token_id]
+
+
+def answer_text(source: str, seed: int, tokens: int) -> str:
+    """The first ``tokens`` tokens of the answer to ``source``, as text."""
+    stream = answer_tokens(source, seed)
+    return "".join(next(stream)[1] for _ in range(tokens))
+
+
+def payload_digest(payload: Payload) -> int:
+    """CRC-32 over the content of a chunk."""
+    if payload.text is not None:
+        return zlib.crc32(payload.text.encode())
+    crc = 0
+    for name in sorted(payload.tensors):
+        flat = np.ascontiguousarray(payload.tensors[name]).reshape(-1)
+        crc = zlib.crc32(flat.view(np.uint8).data, crc)
+    return crc
+
+
+def checked_digest(payload: Payload) -> int:
+    """The digest of ``payload``; where a simulated producer wrote one, raises ``DataLossError`` if it differs."""
+    actual = payload_digest(payload)
+    wanted = payload.metadata.get("crc32")
+    if isinstance(wanted, int | float) and int(wanted) != actual:
+        raise DataLossError(
+            f"chunk checksum is {actual:08x}, its producer wrote {int(wanted):08x}", reason="CHECKSUM_MISMATCH"
+        )
+    return actual
+
+
+def tensor_chunk(source: int, index: int, seed: int, size_bytes: int, with_checksum: bool) -> Payload:
+    """A float32 vector made of ``source``, the digest of what it answers."""
+    rng = np.random.default_rng([source, index, seed & 0xFFFFFFFF])
+    block = rng.random(_TENSOR_BLOCK_BYTES // 4, dtype=np.float32)
+    payload = Payload({"hidden": np.resize(block, max(1, size_bytes // 4))})
+    metadata: Mapping[str, Any] = {"source": source, "index": index}
+    if with_checksum:
+        metadata = {**metadata, "crc32": payload_digest(payload)}
+    return Payload(payload.tensors, metadata=metadata)
+
+
+def tone(source: int, seconds: float) -> npt.NDArray[np.int16]:
+    """A mono tone of 220 to 880 Hz that ``source`` chooses, faded at both ends."""
+    samples = max(1, round(seconds * SAMPLE_RATE_HZ))
+    frequency_hz = 220 + source % 661
+    wave = np.sin(2 * np.pi * frequency_hz / SAMPLE_RATE_HZ * np.arange(samples))
+    fade = min(samples // 2, SAMPLE_RATE_HZ // 100)
+    if fade:
+        ramp = np.linspace(0, 1, fade)
+        wave[:fade] *= ramp
+        wave[-fade:] *= ramp[::-1]
+    samples_i16: npt.NDArray[np.int16] = (wave * _AMPLITUDE).astype("<i2")
+    return samples_i16
+
+
+def picture(source: int) -> bytes:
+    """A square PNG of a gradient in colours that ``source`` chooses."""
+    side = np.arange(_PICTURE_PIXELS)
+    pixels = np.empty((_PICTURE_PIXELS, _PICTURE_PIXELS, 3), np.uint8)
+    for channel in range(3):
+        base = source >> (8 * channel) & 0xFF
+        pixels[:, :, channel] = (base + side[:, None] * (channel + 1) + side[None, :]) % 256
+    rows = np.zeros((_PICTURE_PIXELS, 1 + _PICTURE_PIXELS * 3), np.uint8)  # each row begins with filter 0
+    rows[:, 1:] = pixels.reshape(_PICTURE_PIXELS, -1)
+
+    def part(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", _PICTURE_PIXELS, _PICTURE_PIXELS, 8, 2, 0, 0, 0)  # 8 bit RGB
+    return (
+        b"\x89PNG\r\n\x1a\n" + part(b"IHDR", header) + part(b"IDAT", zlib.compress(rows.tobytes())) + part(b"IEND", b"")
+    )

@@ -1,0 +1,78 @@
+"""Who this worker is, over all the claims it has held.
+
+A worker that re-registers keeps its process, its data and its calls; only its epoch (and perhaps its replica id) is
+new. Messages that name one of its earlier claims are therefore still meant for it, and accepted. A claim that this
+process never held is another instance's and refused: that is what epochs are for.
+"""
+
+from __future__ import annotations
+
+import uuid
+
+from omni.v1 import types_pb2
+from omnicore.errors import FailedPreconditionError, OmniError
+
+
+class Identity:
+    """The claims of one worker process. ``endpoint`` is where its gRPC server is reached, "host:port"."""
+
+    def __init__(self, stage: types_pb2.StageRef, endpoint: str) -> None:
+        self.instance_uuid = str(uuid.uuid4())
+        self.endpoint = endpoint
+        self._current = types_pb2.ReplicaRef(stage=stage)
+        self._first = self._current
+        self._held: set[tuple[int, int]] = set()
+
+    @property
+    def current(self) -> types_pb2.ReplicaRef:
+        """The claim now; epoch 0 before the first. Not a copy: do not change it."""
+        return self._current
+
+    @property
+    def data_owner(self) -> types_pb2.ReplicaRef:
+        """The claim that handles carry: the first of this process, so that they outlive a re-registration."""
+        return self._first
+
+    @property
+    def registered(self) -> bool:
+        """True once there was a claim."""
+        return bool(self._held)
+
+    def adopt(self, claim: types_pb2.ReplicaRef) -> None:
+        """This worker is ``claim`` from now on."""
+        adopted = types_pb2.ReplicaRef()
+        adopted.CopyFrom(claim)
+        if not self._held:
+            self._first = adopted
+        self._current = adopted
+        self._held.add((claim.replica_id, claim.epoch))
+
+    def check(self, ref: types_pb2.ReplicaRef, *, any_epoch: bool = False) -> None:
+        """Raises ``FailedPreconditionError`` unless ``ref`` is a claim that this process holds or held. With
+        ``any_epoch``, epoch 0 means: whoever is here."""
+        same_stage = ref.stage == self._current.stage
+        if same_stage and (ref.replica_id, ref.epoch) in self._held:
+            return
+        if any_epoch and ref.epoch == 0 and (same_stage or not ref.HasField("stage")):
+            return
+        wanted, actual = replica_name(ref), replica_name(self._current)
+        raise FailedPreconditionError(
+            f"the caller means replica {wanted}, this is {actual}",
+            reason="STALE_EPOCH" if same_stage else "WRONG_REPLICA",
+            metadata={"wanted": wanted, "actual": actual},
+        )
+
+    def locate(self, error: OmniError, attempt: int) -> OmniError:
+        """``error`` with the stage, replica and attempt where it arose, unless it names others already."""
+        here = {
+            "stage": str(self._current.stage.stage_id),
+            "replica": str(self._current.replica_id),
+            "attempt": str(attempt),
+        }
+        error.metadata = {**here, **error.metadata}
+        return error
+
+
+def replica_name(ref: types_pb2.ReplicaRef) -> str:
+    """A claim for people: "speech/1/0@12" is replica 0 of stage 1, epoch 12."""
+    return f"{ref.stage.pipeline}/{ref.stage.stage_id}/{ref.replica_id}@{ref.epoch}"

@@ -1,0 +1,102 @@
+"""Data that was ready before its consumer began: read, then given back to its owners."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from contextlib import AbstractAsyncContextManager
+
+import grpc.aio
+
+from connectors.payload import Payload
+from omni.v1 import transfer_pb2, transfer_service_pb2_grpc
+from omni.v1 import transfer_service_pb2 as pb
+from omnicore.log import get_logger
+from stage_worker.channels import PeerChannels
+from stage_worker.identity import replica_name
+from stage_worker.links import GetPayload
+
+_log = get_logger(__name__)
+_RELEASE_TIMEOUT_S = 5.0
+
+
+class HandleReader:
+    """Data that is ready, as payloads. Each handle is released at its owner once read; closing releases the rest."""
+
+    def __init__(self, handles: list[transfer_pb2.TransferHandle], get: GetPayload, releaser: Releaser) -> None:
+        self._handles = collections.deque(handles)
+        self._get = get
+        self._releaser = releaser
+        self._current: transfer_pb2.TransferHandle | None = None
+        self._open: AbstractAsyncContextManager[Payload] | None = None
+
+    def __aiter__(self) -> HandleReader:
+        return self
+
+    async def __anext__(self) -> Payload:
+        """The next payload; raises what the connector raises."""
+        await self._close_payload()
+        if not self._handles:
+            raise StopAsyncIteration
+        self._current = self._handles.popleft()
+        payload = self._get(self._current)
+        entered = await payload.__aenter__()
+        self._open = payload
+        return entered
+
+    async def aclose(self) -> None:
+        """Release everything. May be called more than once."""
+        await self._close_payload()
+        while self._handles:
+            self._releaser.release(self._handles.popleft())
+
+    async def _close_payload(self) -> None:
+        payload, self._open = self._open, None
+        handle, self._current = self._current, None
+        try:
+            if payload is not None:
+                await payload.__aexit__(None, None, None)
+        finally:
+            if handle is not None:
+                self._releaser.release(handle)
+
+
+class Releaser:
+    """Gives handles back to their owners, many a message. A lost release costs memory until the handle expires."""
+
+    def __init__(self, channels: PeerChannels) -> None:
+        self._channels = channels
+        self._pending: dict[tuple[str, str], list[transfer_pb2.TransferHandle]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def release(self, handle: transfer_pb2.TransferHandle) -> None:
+        """Release soon."""
+        if not self._pending:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._pending.setdefault((handle.owner_endpoint, replica_name(handle.owner)), []).append(handle)
+
+    async def close(self) -> None:
+        """Send what is pending."""
+        self._flush()
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=_RELEASE_TIMEOUT_S)
+        for task in self._tasks:
+            task.cancel()
+
+    def _flush(self) -> None:
+        pending, self._pending = self._pending, {}
+        for (endpoint, _), handles in pending.items():
+            task = asyncio.create_task(self._send(endpoint, handles), name=f"release-{endpoint}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _send(self, endpoint: str, handles: list[transfer_pb2.TransferHandle]) -> None:
+        request = pb.TransferServiceReleaseRequest(
+            owner=handles[0].owner, releases=[pb.HandleRelease(key=h.key, token=h.token) for h in handles]
+        )
+        try:
+            with self._channels.use(endpoint) as channel:
+                stub = transfer_service_pb2_grpc.TransferServiceStub(channel)
+                await stub.Release(request, timeout=_RELEASE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            _log.debug("release lost", endpoint=endpoint, handles=len(handles), code=error.code().name)

@@ -1,0 +1,255 @@
+"""Keeps this worker's claim: registers, beats while the engine makes progress, follows the control plane's directives.
+
+A beat leaves only after the engine has produced output, or answered a probe, since the last one: an engine that hangs
+goes silent although its process lives. No number of failing beats ends a worker; it goes on to the next control plane,
+for ever. A claim that was lost is made again under a new epoch, while calls go on. A loading engine cannot be probed:
+beats in STARTING say only that the process lives, and the engine's start has a deadline of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import grpc.aio
+
+from omni.v1 import registry_service_pb2 as pb
+from omni.v1 import registry_service_pb2_grpc as pb_grpc
+from omni.v1 import types_pb2
+from omnicore.backoff import Backoff
+from omnicore.errors import (
+    NotFoundError,
+    OmniError,
+    UnavailableError,
+    from_exception,
+    from_rpc_error,
+)
+from omnicore.log import get_logger
+from stage_worker.control_plane_client import ControlPlaneClient
+from stage_worker.identity import Identity, replica_name
+from stage_worker.progress import LoadSource, Progress
+
+_log = get_logger(__name__)
+
+BEAT_TIMEOUT_S = 3.0
+"""A control plane that does not answer a beat for so long is given up: etcd may pause for 2 s."""
+DEREGISTER_TIMEOUT_S = 2.0
+_PROGRESS_POLL_S = 0.05  # while a probe is out: output counts as well
+
+
+class EngineDiedError(UnavailableError):
+    """The engine said that it will never make progress again."""
+
+    default_reason = "ENGINE_DEAD"
+
+
+class DirectiveHandler(Protocol):
+    """Who acts on what the control plane asks. Both return at once."""
+
+    def on_drain(self, detail: str) -> None:
+        """Finish what runs, take nothing new, then leave."""
+        ...
+
+    def on_stop(self, detail: str) -> None:
+        """The claim is another's, or an operator's: stop serving."""
+        ...
+
+
+class Registrar:
+    """The claim of one worker. ``describe`` builds the registration; ``probe`` is the engine's."""
+
+    def __init__(
+        self,
+        client: ControlPlaneClient,
+        identity: Identity,
+        *,
+        describe: Callable[[], pb.RegisterRequest],
+        probe: Callable[[], Awaitable[None]],
+        progress: Progress,
+        load: LoadSource,
+        handler: DirectiveHandler,
+    ) -> None:
+        self._client = client
+        self._identity = identity
+        self._describe = describe
+        self._probe = probe
+        self._progress = progress
+        self._load = load
+        self._handler = handler
+        self._state: types_pb2.ReplicaState.ValueType = types_pb2.REPLICA_STATE_STARTING
+        self._lease_id = 0
+        self._interval_s = 0.25
+        self._kick = asyncio.Event()
+        self._confirmed = asyncio.Condition()
+        self._confirmed_state: types_pb2.ReplicaState.ValueType = types_pb2.REPLICA_STATE_UNSPECIFIED
+        self._outputs_at_beat = -1
+
+    @property
+    def state(self) -> types_pb2.ReplicaState.ValueType:
+        """As this worker sees itself."""
+        return self._state
+
+    async def register(self, deadline_s: float | None) -> None:
+        """Claim a replica id. Raises what the control plane refuses with, and ``UnavailableError`` after the
+        deadline (monotonic; None: never)."""
+
+        async def attempt(channel: grpc.aio.Channel) -> pb.RegisterResponse:
+            return await pb_grpc.RegistryServiceStub(channel).Register(self._request())
+
+        response = await self._client.call("register", attempt, deadline_s=deadline_s)
+        before = self._identity.current
+        self._identity.adopt(response.replica)
+        self._lease_id = response.lease_id
+        self._interval_s = response.heartbeat_interval.ToNanoseconds() / 1e9 or self._interval_s
+        _log.info(
+            "registered",
+            replica=replica_name(response.replica),
+            was=replica_name(before),
+            control_plane=self._client.address,
+        )
+
+    def set_state(self, state: types_pb2.ReplicaState.ValueType) -> None:
+        """Tell the control plane with a beat at once."""
+        if state != self._state:
+            _log.info("state changed", state=types_pb2.ReplicaState.Name(state))
+            self._state = state
+            self._kick.set()
+
+    async def confirmed(self, state: types_pb2.ReplicaState.ValueType) -> None:
+        """Return once a beat with ``state`` was answered."""
+        async with self._confirmed:
+            await self._confirmed.wait_for(lambda: self._confirmed_state == state)
+
+    async def run(self) -> None:
+        """Beat until cancelled, or until the claim is over. Raises ``EngineDiedError``."""
+        backoff = Backoff()
+        while True:
+            try:
+                if not await self._beat_on_one_stream(backoff):
+                    return
+            except (grpc.aio.AioRpcError, TimeoutError, asyncio.InvalidStateError) as error:
+                reason = from_exception(error).message
+                _log.warning("heartbeats interrupted", control_plane=self._client.address, error=reason)
+            await self._client.next_address()
+            await asyncio.sleep(backoff.next_delay_s())
+
+    async def deregister(self, reason: str) -> None:
+        """Give the claim back, at whichever control plane answers first. Best effort: the lease ends it anyway."""
+        if not self._lease_id:
+            return
+        request = pb.DeregisterRequest(replica=self._identity.current, reason=reason, lease_id=self._lease_id)
+        for _ in self._client.addresses:
+            try:
+                stub = pb_grpc.RegistryServiceStub(self._client.channel)
+                await stub.Deregister(request, timeout=DEREGISTER_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                _log.warning(
+                    "not deregistered", control_plane=self._client.address, error=from_rpc_error(error).message
+                )
+                await self._client.next_address()
+            else:
+                _log.info("deregistered", replica=replica_name(self._identity.current), reason=reason)
+                self._lease_id = 0
+                return
+
+    async def _beat_on_one_stream(self, backoff: Backoff) -> bool:
+        """Beat until the stream breaks, which raises. False: the claim is over."""
+        call = pb_grpc.RegistryServiceStub(self._client.channel).Heartbeat(None)
+        offers: list[types_pb2.ConnectorOffer] = []
+        try:
+            while True:
+                await self._progress_made()
+                self._kick.clear()
+                beat = self._beat(offers)
+                async with asyncio.timeout(BEAT_TIMEOUT_S):
+                    await call.write(beat)
+                    response = await call.read()
+                if not isinstance(response, pb.HeartbeatResponse):
+                    raise TimeoutError("the control plane ended the stream")
+                backoff.reset()
+                if not await self._follow(beat, response):
+                    return False
+                try:
+                    async with asyncio.timeout(self._interval_s):
+                        await self._kick.wait()
+                except TimeoutError:
+                    pass  # the next beat is due
+        finally:
+            call.cancel()
+
+    def _beat(self, offers: list[types_pb2.ConnectorOffer]) -> pb.HeartbeatRequest:
+        beat = pb.HeartbeatRequest(
+            replica=self._identity.current,
+            lease_id=self._lease_id,
+            instance_uuid=self._identity.instance_uuid,
+            state=self._state,
+            load=self._load.report(),
+        )
+        current = list(self._describe().connectors)
+        if current != offers:
+            beat.connectors.extend(current)
+            offers[:] = current
+        return beat
+
+    async def _follow(self, beat: pb.HeartbeatRequest, response: pb.HeartbeatResponse) -> bool:
+        directive = response.directive
+        if response.HasField("next_interval"):
+            self._interval_s = max(0.01, response.next_interval.ToNanoseconds() / 1e9)
+        if directive == pb.HEARTBEAT_DIRECTIVE_CONTINUE:
+            if response.detail:
+                _log.debug("beat answered", detail=response.detail)
+        elif directive == pb.HEARTBEAT_DIRECTIVE_REREGISTER:
+            return await self._register_again(response.detail)
+        elif directive == pb.HEARTBEAT_DIRECTIVE_DRAIN:
+            self._handler.on_drain(response.detail)
+        elif directive == pb.HEARTBEAT_DIRECTIVE_STOP:
+            _log.warning("told to stop", detail=response.detail)
+            self._lease_id = 0
+            self._handler.on_stop(response.detail)
+            return False
+        if beat.state != self._confirmed_state:
+            async with self._confirmed:
+                self._confirmed_state = beat.state
+                self._confirmed.notify_all()
+        return True
+
+    async def _register_again(self, detail: str) -> bool:
+        self._lease_id = 0
+        if self._state == types_pb2.REPLICA_STATE_DRAINING:
+            _log.info("claim lost while draining: not made again", detail=detail)
+            return False
+        _log.warning("registering again", detail=detail)
+        try:
+            await self.register(None)
+        except NotFoundError as error:
+            self._handler.on_drain(error.message)
+            return False
+        except OmniError as error:
+            _log.error("refused to register again", error=error.message)
+            self._handler.on_stop(error.message)
+            return False
+        return True
+
+    async def _progress_made(self) -> None:
+        """Return once the engine has shown progress since the last beat."""
+        if self._load.started and self._progress.outputs == self._outputs_at_beat:
+            probe = asyncio.ensure_future(self._probe())
+            try:
+                while not probe.done() and self._progress.outputs == self._outputs_at_beat:
+                    await asyncio.wait([probe], timeout=_PROGRESS_POLL_S)
+                if probe.done():
+                    probe.result()
+            except Exception as error:
+                raise EngineDiedError(f"the engine has died: {from_exception(error).message}") from error
+            finally:
+                probe.cancel()
+        self._outputs_at_beat = self._progress.outputs
+
+    def _request(self) -> pb.RegisterRequest:
+        request = self._describe()
+        if self._identity.registered:
+            request.preferred_replica_id = self._identity.current.replica_id
+        loading = self._state == types_pb2.REPLICA_STATE_STARTING
+        request.state = types_pb2.REPLICA_STATE_STARTING if loading else types_pb2.REPLICA_STATE_READY
+        return request

@@ -1,0 +1,327 @@
+"""Runs one call: inputs to the engine, its outputs to the gateway and to the next stages.
+
+Guarantees, on every path — done, failed, timed out, aborted, gateway gone, worker stopping: the engine's iterator is
+closed, inputs are released, flows have ended, and exactly one last event with ``finish`` or ``error`` was made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Protocol, cast
+
+from connectors.handles import edge_key
+from connectors.payload import Payload
+from omni.v1 import prompt_pb2, stage_service_pb2, transfer_pb2
+from omnicore.errors import (
+    DeadlineExceededError,
+    InternalError,
+    OmniError,
+    RequestCancelledError,
+    from_exception,
+)
+from omnicore.log import get_logger
+from stage_worker.calls import CallKey, WorkerParts
+from stage_worker.chunking import text_cutter
+from stage_worker.engine import EngineOutput, EngineRequest, Finish
+from stage_worker.flows import Outbox
+from stage_worker.links import FlowReader
+from stage_worker.ready_inputs import HandleReader
+
+_log = get_logger(__name__)
+
+MEDIA_PIECE_BYTES = 1024 * 1024
+"""Media of one step is sent in pieces of at most this size, so that a frame never nears gRPC's limit."""
+ABORT_TIMEOUT_S = 5.0
+"""An engine that takes longer to forget a request hangs; the heartbeat will tell."""
+FLOW_CLAIM = "flow"
+"""Under this name a flow claims its chunks in the handle store: they do not expire while the flow lives."""
+
+
+class EventSink(Protocol):
+    """Where a call's events go."""
+
+    @property
+    def blocked(self) -> bool:
+        """True while its reader is too slow: await ``room``."""
+        ...
+
+    async def room(self) -> None:
+        """Return when there is room."""
+        ...
+
+    def new_event(self, size_bytes: int) -> stage_service_pb2.StageEvent:
+        """A new event of this call in the next frame, to be filled at once."""
+        ...
+
+    def call_ended(self) -> None:
+        """The last event was made."""
+        ...
+
+
+class _EdgeWriter:
+    """One edge out of a call."""
+
+    def __init__(
+        self, parts: WorkerParts, call: stage_service_pb2.StageCall, output: stage_service_pb2.EdgeOutput
+    ) -> None:
+        self.to_stage = output.to_stage
+        self.handles: list[transfer_pb2.TransferHandle] = []
+        self.outbox: Outbox | None = None
+        self._connectors = parts.connectors
+        self._kind = output.connector or "auto"
+        self._consumers = max(1, output.consumers)
+        self._edge = parts.edge(call, parts.stage.stage_id, output.to_stage)
+        self._cutter = text_cutter(output.chunk_by)
+        self._sequence = 0
+        if output.flow:
+            self.outbox = parts.flows.declare(self._edge)
+
+    async def write(self, output: EngineOutput) -> None:
+        if output.text:
+            for piece in self._cutter.feed(output.text):
+                await self._publish(Payload(text=piece))
+        if output.chunk is not None:
+            await self._publish(output.chunk)
+
+    async def end(self) -> None:
+        for piece in self._cutter.flush():
+            await self._publish(Payload(text=piece))
+
+    def free(self) -> None:
+        """Take back data that nobody was told of."""
+        for handle in self.handles:
+            self._connectors.store.release(handle.key, handle.token)
+        self.handles.clear()
+
+    async def _publish(self, payload: Payload) -> None:
+        outbox = self.outbox
+        if outbox is not None:
+            if outbox.full:
+                await outbox.room()
+            if not outbox.wanted:
+                return
+        key = edge_key(self._edge, self._sequence)
+        handle = await self._connectors.put(self._kind, key, self._edge, self._sequence, payload, self._consumers)
+        self._sequence += 1
+        if outbox is None:
+            self.handles.append(handle)
+        else:
+            self._connectors.store.claim(handle.key, handle.token, FLOW_CLAIM)
+            outbox.publish(handle)
+
+
+class CallRunner:
+    """One call. Construction checks it and takes its place: raises ``InvalidRequestError``, ``AlreadyExistsError`` or
+    ``UnavailableError``. Then ``run`` must be awaited, in a task of its own."""
+
+    def __init__(self, parts: WorkerParts, call: stage_service_pb2.StageCall, sink: EventSink) -> None:
+        parts.check_call(call)
+        self.key: CallKey = (call.request_id, call.attempt)
+        self.completion_tokens = 0
+        self.outboxes: Sequence[Outbox] = ()
+        self._parts = parts
+        self._call = call
+        self._sink = sink
+        self._finish: Finish | None = None
+        self._ending: OmniError | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._ended = asyncio.Event()
+        self._edges: list[_EdgeWriter] = []
+        self._inputs: dict[int, FlowReader | HandleReader] = {}
+        parts.calls.add(self)
+        try:
+            for output in call.outputs:
+                self._edges.append(_EdgeWriter(parts, call, output))
+        except OmniError as error:
+            self._end_flows(error)
+            parts.calls.remove(self)
+            raise
+        self.outboxes = [edge.outbox for edge in self._edges if edge.outbox is not None]
+
+    def abort(self, error: OmniError) -> None:
+        """End now; ``error`` is the last event. Idempotent; an ended call stays as it ended."""
+        if self._ending is not None or self._ended.is_set():
+            return
+        self._ending = error
+        if self._task is not None:
+            self._task.cancel()
+
+    async def ended(self) -> None:
+        """Return once the call holds nothing."""
+        await self._ended.wait()
+
+    async def run(self) -> None:
+        """Run to the end. Raises only ``CancelledError``, when the task itself is cancelled from outside."""
+        self._task = asyncio.current_task()
+        error: OmniError | None = None
+        cancelled: asyncio.CancelledError | None = None
+        try:
+            if self._ending is not None:
+                raise self._ending
+            await self._work_in_time()
+        except asyncio.CancelledError as cancellation:
+            error = self._ending or RequestCancelledError("the worker stopped")
+            if self._ending is None:
+                cancelled = cancellation
+            elif self._task is not None:
+                self._task.uncancel()
+        except OmniError as typed:
+            error = typed
+        except Exception as unexpected:  # noqa: BLE001 -- a call's failure is its last event
+            error = from_exception(unexpected)
+            _log.exception("call failed", request_id=self.key[0], attempt=self.key[1])
+        # From here on an abort changes nothing: `ending` is set, so that none cancels the clean-up.
+        self._ending = self._ending or error or RequestCancelledError("ended")
+        try:
+            error = await self._close_inputs(error)
+        finally:
+            self._end_flows(error)
+            self._parts.calls.remove(self)
+            self._last_event(error)
+            self._ended.set()
+            self._sink.call_ended()
+        if cancelled is not None:
+            raise cancelled
+
+    async def _work_in_time(self) -> None:
+        if not self._call.HasField("timeout"):
+            await self._work()
+            return
+        limit_s = self._call.timeout.ToNanoseconds() / 1e9
+        try:
+            async with asyncio.timeout(limit_s) as scope:
+                await self._work()
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise DeadlineExceededError(f"not done within {limit_s:g} s", metadata={"timeout_s": limit_s}) from None
+
+    async def _work(self) -> None:
+        request = self._engine_request()
+        outputs = self._parts.engine.execute(request)
+        try:
+            await self._forward(outputs)
+        finally:
+            if inspect.isasyncgen(outputs):
+                await outputs.aclose()
+            if self._finish is None:
+                await self._abort_in_engine(request.request_id)
+        if self._finish is None:
+            raise InternalError("the engine ended the request without saying why", reason="ENGINE_CONTRACT")
+        for edge in self._edges:
+            await edge.end()
+
+    async def _abort_in_engine(self, request_id: str) -> None:
+        try:
+            async with asyncio.timeout(ABORT_TIMEOUT_S):
+                await self._parts.engine.abort(request_id)
+        except TimeoutError:
+            _log.error("engine does not let go of a request", request_id=request_id, waited_s=ABORT_TIMEOUT_S)
+
+    async def _forward(self, outputs: AsyncIterator[EngineOutput]) -> None:
+        """The loop that every token passes: nothing here may cost more than it must."""
+        progress, sink, edges, emit = self._parts.progress, self._sink, self._edges, self._call.emit_output
+        async for output in outputs:
+            progress.outputs += 1
+            self.completion_tokens += len(output.token_ids)
+            if emit:
+                if sink.blocked:
+                    await sink.room()
+                if len(output.media) > MEDIA_PIECE_BYTES:
+                    await self._send_media(output)
+                elif output.text or output.media or output.token_ids:
+                    _fill(sink.new_event(len(output.text) + len(output.media)), output, output.media)
+            for edge in edges:
+                await edge.write(output)
+            if output.finish is not None:
+                self._finish = output.finish
+                return
+
+    async def _send_media(self, output: EngineOutput) -> None:
+        for start in range(0, len(output.media), MEDIA_PIECE_BYTES):
+            if self._sink.blocked:
+                await self._sink.room()
+            piece = output.media[start : start + MEDIA_PIECE_BYTES]
+            event = self._sink.new_event(len(piece))
+            if start == 0:
+                _fill(event, output, piece)
+            else:
+                event.media = piece
+
+    def _engine_request(self) -> EngineRequest:
+        call, parts = self._call, self._parts
+        for item in call.inputs:
+            if item.WhichOneof("source") == "flow":
+                edge = parts.edge(call, item.from_stage, parts.stage.stage_id)
+                self._inputs[item.from_stage] = parts.links.open(item.flow, edge)
+            else:
+                handles = list(item.handles.handles)
+                self._inputs[item.from_stage] = HandleReader(handles, parts.connectors.get, parts.releaser)
+        sampling = call.sampling if call.HasField("sampling") else parts.stage.default_sampling_params
+        return EngineRequest(
+            request_id=f"{call.request_id}/{call.attempt}",
+            prompt=call.prompt if call.prompt.WhichOneof("kind") is not None else None,
+            inputs=cast("Mapping[int, AsyncIterator[Payload]]", self._inputs),
+            sampling=sampling,
+            speech=call.speech if call.HasField("speech") else prompt_pb2.SpeechOptions(),
+            wants_output=call.emit_output,
+            downstream=[edge.to_stage for edge in self._edges],
+            trace_parent=call.traceparent,
+        )
+
+    async def _close_inputs(self, error: OmniError | None) -> OmniError | None:
+        """Leave all inputs; a failure to is the call's error unless it has one."""
+        for reader in self._inputs.values():
+            try:
+                await reader.aclose()
+            except Exception as failure:  # noqa: BLE001 -- the other inputs must be left, too
+                _log.exception("input not closed", request_id=self.key[0])
+                error = error or from_exception(failure)
+        return error
+
+    def _end_flows(self, error: OmniError | None) -> None:
+        for edge in self._edges:
+            if error is not None:
+                edge.free()
+            if edge.outbox is None:
+                continue
+            if error is None:
+                edge.outbox.finish()
+            elif isinstance(error, RequestCancelledError):
+                edge.outbox.discard(error)
+            else:
+                edge.outbox.fail(self._located(error))
+
+    def _last_event(self, error: OmniError | None) -> None:
+        handles = [(edge.to_stage, edge.handles) for edge in self._edges if edge.outbox is None]
+        size_bytes = sum(len(h.inline.data) + 256 for _, found in handles for h in found)
+        event = self._sink.new_event(size_bytes)
+        if error is not None:
+            event.error.CopyFrom(self._located(error).to_status())
+            return
+        for to_stage, found in handles:
+            event.outputs.add(to_stage=to_stage, handles=found)
+        finish = self._finish
+        if finish is not None:
+            event.finish.reason = finish.reason
+            event.finish.prompt_tokens = finish.prompt_tokens
+            event.finish.completion_tokens = finish.completion_tokens
+
+    def _located(self, error: OmniError) -> OmniError:
+        return self._parts.identity.locate(error, self._call.attempt)
+
+
+def _fill(event: stage_service_pb2.StageEvent, output: EngineOutput, media: bytes) -> None:
+    if output.text:
+        event.text = output.text
+    if output.token_ids:
+        event.token_ids.extend(output.token_ids)
+    if media:
+        event.media = media
+    info = output.media_info
+    if info is not None:
+        event.media_info.mime_type = info.mime_type
+        event.media_info.sample_rate_hz = info.sample_rate_hz
+        event.media_info.channels = info.channels

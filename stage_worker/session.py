@@ -1,0 +1,188 @@
+"""One gateway's session on this replica.
+
+All calls of the session write into one ``FrameWriter``: what they have to say in one turn of the event loop leaves as
+one frame. A gateway that does not read only stops its own calls. A call that cannot begin is answered by its error
+event; the session and its other calls go on. When the session breaks, its calls are aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from collections.abc import AsyncIterator, Sequence
+
+from omni.v1 import stage_service_pb2 as pb
+from omni.v1 import types_pb2
+from omnicore.clock import Clock
+from omnicore.errors import AlreadyExistsError, InvalidRequestError, OmniError, RequestCancelledError, UnavailableError
+from omnicore.log import get_logger
+from stage_worker.calls import WorkerParts
+from stage_worker.flows import Outbox
+from stage_worker.frames import FrameWriter
+from stage_worker.progress import LoadSource
+from stage_worker.runner import CallRunner
+
+_log = get_logger(__name__)
+
+LOAD_INTERVAL_S = 0.1
+"""Load is sent at most this often: ten times a second."""
+_MOST_LINGERING = 4096  # ended calls that are remembered because consumers still read their flows
+
+
+class _CallSink:
+    """Puts the events of one call into the session's frames."""
+
+    __slots__ = ("_call_id", "_frames", "_session")
+
+    def __init__(self, session: Session, call_id: int) -> None:
+        self._session = session
+        self._frames = session.writer
+        self._call_id = call_id
+
+    @property
+    def blocked(self) -> bool:
+        return self._frames.blocked
+
+    async def room(self) -> None:
+        await self._frames.room()
+
+    def new_event(self, size_bytes: int) -> pb.StageEvent:
+        return self._frames.part(size_bytes).events.add(call_id=self._call_id)
+
+    def call_ended(self) -> None:
+        self._session.call_ended(self._call_id)
+
+
+class Session:
+    """Calls and frames of one gateway. ``parts`` is the worker, ``name`` the gateway for logs."""
+
+    def __init__(self, parts: WorkerParts, load: LoadSource, clock: Clock, name: str) -> None:
+        self.name = name
+        self.writer: FrameWriter[pb.SessionResponse] = FrameWriter(pb.SessionResponse, self._complete_frame)
+        self._parts = parts
+        self._load = load
+        self._clock = clock
+        self._calls: dict[int, CallRunner] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._lingering: collections.OrderedDict[int, Sequence[Outbox]] = collections.OrderedDict()
+        self._last_load: types_pb2.LoadReport | None = None
+        self._load_due_s = 0.0
+        self._load_timer: asyncio.TimerHandle | None = None
+        self._half_closed = False
+        self._ended = False
+        self._welcome_due = True
+
+    def begin_calls(self, calls: Sequence[pb.StageCall]) -> None:
+        """Begin calls; those that cannot are answered with their error."""
+        for call in calls:
+            if (running := self._calls.get(call.call_id)) is not None:
+                # Their events cannot be told apart: both are over, with one last event.
+                running.abort(
+                    AlreadyExistsError(f"call_id {call.call_id} was used twice at a time", reason="CALL_ID_IN_USE")
+                )
+                continue
+            sink = _CallSink(self, call.call_id)
+            try:
+                runner = CallRunner(self._parts, call, sink)
+            except OmniError as error:
+                located = self._parts.identity.locate(error, call.attempt)
+                sink.new_event(len(error.message)).error.CopyFrom(located.to_status())
+                continue
+            self._calls[call.call_id] = runner
+            task = asyncio.create_task(runner.run(), name=f"call-{call.request_id}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def abort_calls(self, call_ids: Sequence[int]) -> None:
+        """Abort calls. One that has ended gives up what its consumers have not fetched."""
+        for call_id in call_ids:
+            if (call := self._calls.get(call_id)) is not None:
+                call.abort(RequestCancelledError("aborted by the gateway", reason="ABORTED"))
+            else:
+                for outbox in self._lingering.pop(call_id, ()):
+                    outbox.discard(RequestCancelledError("aborted by the gateway", reason="ABORTED"))
+
+    def call_ended(self, call_id: int) -> None:
+        """Forget a call (called by its sink)."""
+        call = self._calls.pop(call_id)
+        pending = [outbox for outbox in call.outboxes if not outbox.gone]
+        if pending:
+            self._lingering[call_id] = pending
+            if len(self._lingering) > _MOST_LINGERING:
+                self._lingering.popitem(last=False)
+        self._maybe_close()
+
+    def note_change(self) -> None:
+        """Load or draining may have changed: send it, in time."""
+        if self._ended:
+            return
+        if self._parts.calls.draining:
+            self.writer.touch()
+            return
+        wait_s = self._load_due_s - self._clock.monotonic()
+        if wait_s <= 0:
+            self._send_load()
+        elif self._load_timer is None:
+            self._load_timer = asyncio.get_running_loop().call_later(wait_s, self._send_load)
+
+    async def read(self, requests: AsyncIterator[pb.SessionRequest]) -> None:
+        """Take the gateway's frames until it has no more. Raises ``InvalidRequestError`` for a second hello."""
+        async for request in requests:
+            if request.HasField("hello"):
+                raise InvalidRequestError.field("hello", "only in the first frame")
+            self.take(request)
+        self._half_closed = True
+        self._maybe_close()
+
+    def take(self, request: pb.SessionRequest) -> None:
+        """What one frame asks for."""
+        if request.calls:
+            self.begin_calls(request.calls)
+        if request.aborts:
+            self.abort_calls(request.aborts)
+
+    def end(self) -> None:
+        """The session is over, or broke: abort what runs. Idempotent; returns before the calls have ended."""
+        if self._ended:
+            return
+        self._ended = True
+        if self._load_timer is not None:
+            self._load_timer.cancel()
+        if self._calls:
+            _log.info("session ended with calls", gateway=self.name, calls=len(self._calls))
+        self.writer.close()
+        for call in list(self._calls.values()):
+            call.abort(RequestCancelledError("the gateway's session broke", reason="SESSION_BROKEN"))
+
+    def stop_calls(self, error: UnavailableError) -> None:
+        """The worker stops: end every call with ``error``."""
+        for call in list(self._calls.values()):
+            call.abort(error)
+
+    async def wait(self) -> None:
+        """Return when no task of the session runs."""
+        while self._tasks:
+            await asyncio.wait(list(self._tasks))
+
+    def _maybe_close(self) -> None:
+        if self._half_closed and not self._calls:
+            self.writer.close()
+
+    def _send_load(self) -> None:
+        self._load_timer = None
+        self.writer.touch()
+
+    def _complete_frame(self, frame: pb.SessionResponse) -> None:
+        """Just before a frame leaves: welcome, load, draining."""
+        if self._welcome_due:
+            self._welcome_due = False
+            frame.welcome.replica.CopyFrom(self._parts.identity.current)
+        frame.draining = self._parts.calls.draining
+        now_s = self._clock.monotonic()
+        if now_s < self._load_due_s:
+            return
+        load = self._load.report()
+        if load != self._last_load:
+            self._last_load = load
+            self._load_due_s = now_s + LOAD_INTERVAL_S
+            frame.load.CopyFrom(load)

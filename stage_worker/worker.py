@@ -1,0 +1,343 @@
+"""One replica from start to end.
+
+    plan from the control plane → server (port known) → claim as STARTING → engine starts → READY
+    stop (signal, DRAIN): leave the registry → finish what runs, up to a limit → close
+    stop (STOP, dead engine): end what runs with an error → close
+
+Whatever happens, the claim is given back and everything that was opened is closed, in the reverse order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import cast
+
+import grpc.aio
+from google.protobuf import json_format
+
+from connectors.connector_set import ConnectorSet
+from connectors.payload import JsonValue
+from omni.v1 import pipeline_pb2, stage_service_pb2_grpc, transfer_service_pb2_grpc, types_pb2
+from omni.v1 import registry_service_pb2 as registry_pb
+from omnicore import rpc
+from omnicore.clock import SYSTEM_CLOCK, Clock
+from omnicore.errors import InternalError, OmniError, UnavailableError
+from omnicore.log import get_logger
+from stage_worker import address
+from stage_worker.calls import CallTable, WorkerParts
+from stage_worker.channels import PeerChannels
+from stage_worker.config import StageWorkerConfig
+from stage_worker.control_plane_client import ControlPlaneClient, fetch_plan
+from stage_worker.engine import Engine
+from stage_worker.engines import create_engine
+from stage_worker.flows import FlowTable
+from stage_worker.identity import Identity
+from stage_worker.links import PeerLinks
+from stage_worker.progress import LoadSource, Progress
+from stage_worker.ready_inputs import Releaser
+from stage_worker.registrar import Registrar
+from stage_worker.runner import FLOW_CLAIM
+from stage_worker.stage_service import SessionSet, StageServicer
+from stage_worker.transfer_service import TransferServicer
+
+_log = get_logger(__name__)
+
+PROTOCOL_VERSION = "1.0"
+"""Of protos/omni/v1; the major number grows when an old peer cannot work with a new one."""
+SERVICE_NAMES = ("omni.v1.StageService", "omni.v1.TransferService")
+_SWEEP_S = 0.5
+_DRAIN_POLL_S = 0.02
+_STOP_GRACE_S = 1.0  # for the last frames to leave
+
+
+class Worker:
+    """A worker whose plan is known. In order: ``listen``, ``join``, ``start_engine``, ``announce``; then ``leave`` and
+    ``close``, from wherever it got to."""
+
+    def __init__(
+        self,
+        config: StageWorkerConfig,
+        pipeline: pipeline_pb2.Pipeline,
+        stage: pipeline_pb2.Stage,
+        client: ControlPlaneClient,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        engine_factory: Callable[[pipeline_pb2.Stage, tuple[str, ...]], Engine] = create_engine,
+    ) -> None:
+        """Raises what ``engine_factory`` and the connectors raise for a wrong plan."""
+        self._config = config
+        self._clock = clock
+        self._client = client
+        self._placement = address.placement(config.devices, config.topology_domain)
+        self.stopping = asyncio.Event()
+        """Set when the control plane, or the engine's death, says that this worker must end."""
+        self.may_finish_calls = True
+        """False: end what runs with an error, rather than wait for it."""
+        self.failure: OmniError | None = None
+        """Why this worker must end, if that is an error."""
+        stage_ref = types_pb2.StageRef(pipeline=pipeline.name, stage_id=stage.stage_id)
+        self.identity = Identity(stage_ref, "")
+        self.channels = PeerChannels(clock)
+        engine = engine_factory(stage, config.devices)
+        connectors = ConnectorSet(
+            lambda: self.identity.data_owner,
+            lambda: self.identity.endpoint,
+            self.channels.fetch,
+            pool_bytes=config.pool_bytes if any(e.from_stage == stage.stage_id for e in pipeline.edges) else 0,
+            clock=clock,
+            options=_connector_options(pipeline, stage),
+        )
+        store = connectors.store
+        self.parts = WorkerParts(
+            identity=self.identity,
+            pipeline=pipeline,
+            stage=stage,
+            engine=engine,
+            connectors=connectors,
+            flows=FlowTable(
+                lambda key, token: store.release(key, token, FLOW_CLAIM),
+                clock,
+                open_wait_s=config.flow_open_timeout_s,
+            ),
+            links=PeerLinks(
+                lambda: self.identity.current, self.channels, connectors.get, chunk_timeout_s=config.chunk_timeout_s
+            ),
+            releaser=Releaser(self.channels),
+            progress=Progress(),
+            calls=CallTable(self._on_calls_changed),
+        )
+        self.parts.calls.refusal = UnavailableError("this replica is still loading", reason="STARTING")
+        self.load = LoadSource(engine, connectors.usage, lambda: len(self.parts.calls))
+        self.sessions = SessionSet()
+        self.registrar = Registrar(
+            client,
+            self.identity,
+            describe=self._registration,
+            probe=engine.probe,
+            progress=self.parts.progress,
+            load=self.load,
+            handler=self,
+        )
+        self.transfer = TransferServicer(self.identity, store, self.parts.flows)
+        self._server: rpc.RunningServer | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # --- start ------------------------------------------------------------------------------------------------------
+
+    async def listen(self) -> None:
+        """Bind and serve. Raises ``UnavailableError`` for an address that cannot be bound."""
+        config = self._config
+        host, port, advertised = address.listen_and_advertised(config.listen, config.advertise, config.control_plane)
+        self._server = await rpc.serve(self._add_servicers, SERVICE_NAMES, host=host, port=port)
+        self.identity.endpoint = address.endpoint(advertised, self._server.port)
+        _log.info("listening", address=address.endpoint(host, self._server.port), advertised=self.identity.endpoint)
+        self._own(self._sweep(), "sweep")
+
+    async def join(self, deadline_s: float) -> None:
+        """Claim as STARTING and beat. Raises what the registry refuses with."""
+        await self.registrar.register(deadline_s)
+        self._own(self._beat(), "heartbeats")
+
+    async def start_engine(self) -> None:
+        """Load, then take calls. Raises what the engine raises, as a typed error."""
+        limit_s = self._config.engine_start_timeout_s
+        stage = self.parts.stage
+        begin_s = self._clock.monotonic()
+        try:
+            async with asyncio.timeout(limit_s) as scope:
+                info = await self.parts.engine.start()
+        except OmniError:
+            raise
+        except TimeoutError as error:
+            why = f"not within {limit_s:g} s (--engine-start-timeout-s)" if scope.expired() else str(error)
+            raise UnavailableError(f"engine {stage.engine!r} did not start: {why}", reason="ENGINE_START") from error
+        except Exception as error:
+            _log.exception("engine failed to start", engine=stage.engine)
+            raise InternalError(
+                f"engine {stage.engine!r} failed to start: {type(error).__name__}: {error}", reason="ENGINE_START"
+            ) from error
+        self.load.started = True
+        self.parts.calls.refusal = None
+        details = {key.replace(" ", "_"): value for key, value in info.details.items()}
+        _log.info(
+            "engine started",
+            engine=stage.engine,
+            model=info.model,
+            seconds=round(self._clock.monotonic() - begin_s, 2),
+            **{f"engine_{key}": value for key, value in details.items()},
+        )
+
+    async def announce(self) -> None:
+        """Be READY, and return once the control plane knows."""
+        self.registrar.set_state(types_pb2.REPLICA_STATE_READY)
+        await self.registrar.confirmed(types_pb2.REPLICA_STATE_READY)
+        if self._server is not None:
+            await self._server.set_serving(True)
+
+    # --- directives -------------------------------------------------------------------------------------------------
+
+    def on_drain(self, detail: str) -> None:
+        """The control plane asks to drain: beats go on, as DRAINING, until what runs has ended."""
+        if not self.stopping.is_set():
+            _log.info("told to drain", detail=detail)
+            self.refuse_calls("this replica is draining")
+            self.registrar.set_state(types_pb2.REPLICA_STATE_DRAINING)
+            self.stopping.set()
+
+    def on_stop(self, detail: str) -> None:
+        """The claim is over."""
+        self.may_finish_calls = False
+        self.refuse_calls(f"this replica was stopped: {detail}")
+        self.stopping.set()
+
+    def refuse_calls(self, why: str) -> None:
+        """Take nothing new, for good, and tell the gateways."""
+        self.parts.calls.refusal = UnavailableError(why, reason="DRAINING")
+        self.parts.calls.draining = True
+        self.sessions.note_change()
+
+    # --- end --------------------------------------------------------------------------------------------------------
+
+    async def leave(self, reason: str) -> None:
+        """Stop taking calls and give the claim back; what runs goes on. A replica that was told to drain stays in the
+        registry, as DRAINING, while it has work."""
+        self.refuse_calls(f"this replica is stopping: {reason}")
+        if self._server is not None:
+            await self._server.set_serving(False)
+        if self.registrar.state == types_pb2.REPLICA_STATE_DRAINING and self.may_finish_calls:
+            await self._finish_calls()
+        await self._cancel("heartbeats")
+        await self.registrar.deregister(reason)
+        if self.may_finish_calls:
+            await self._finish_calls()
+
+    async def close(self) -> None:
+        """End everything. What still runs ends with an error. May be called more than once."""
+        why = self.failure or UnavailableError("this replica has stopped", reason="REPLICA_STOPPED")
+        await self._cancel("heartbeats")
+        await self.sessions.close(UnavailableError(why.message, reason=why.reason, metadata=why.metadata))
+        for call in self.parts.calls.all():
+            call.abort(UnavailableError(why.message, reason=why.reason))
+            await call.ended()
+        await self.parts.releaser.close()
+        self.transfer.close()
+        await self.parts.links.close()
+        if self._server is not None:
+            await self._server.stop(_STOP_GRACE_S)
+        await self._cancel("sweep")
+        await self.parts.engine.close()
+        await self.parts.connectors.close()
+        await self.channels.close()
+
+    async def _finish_calls(self) -> None:
+        """Wait until nothing runs and no consumer waits for our data, up to the limit."""
+        limit_s = self._clock.monotonic() + self._config.drain_timeout_s
+        calls, flows = self.parts.calls, self.parts.flows
+        if calls or flows:
+            _log.info("draining", calls=len(calls), flows=len(flows), limit_s=self._config.drain_timeout_s)
+        while (calls or flows) and self._clock.monotonic() < limit_s:  # noqa: ASYNC110 -- once in a worker's life
+            await asyncio.sleep(_DRAIN_POLL_S)
+        if calls:
+            _log.warning("drain limit reached: requests are cut off", calls=len(calls))
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _add_servicers(self, server: grpc.aio.Server) -> None:
+        stage = StageServicer(self.parts, self.sessions, self.load, self._clock, self.describe, self._on_control)
+        stage_service_pb2_grpc.add_StageServiceServicer_to_server(stage, server)
+        transfer_service_pb2_grpc.add_TransferServiceServicer_to_server(self.transfer, server)
+
+    def describe(self) -> types_pb2.Replica:
+        """This replica's record, as it sees itself."""
+        registration = self._registration()
+        return types_pb2.Replica(
+            ref=self.identity.current,
+            instance_uuid=registration.instance_uuid,
+            endpoint=registration.endpoint,
+            state=self.registrar.state,
+            load=self.load.report(),
+            connectors=registration.connectors,
+            placement=registration.placement,
+            fingerprint=registration.fingerprint,
+            engine=registration.engine,
+        )
+
+    def _registration(self) -> registry_pb.RegisterRequest:
+        stage = self.parts.stage
+        return registry_pb.RegisterRequest(
+            instance_uuid=self.identity.instance_uuid,
+            stage=self.identity.current.stage,
+            endpoint=self.identity.endpoint,
+            # No KV layout: it is known only when the engine runs, and a claim cannot be changed afterwards.
+            fingerprint=types_pb2.StageFingerprint(
+                model=stage.model,
+                config_sha256=stage.config_sha256,
+                tensor_parallel_size=max(1, stage.tensor_parallel_size),
+                protocol_version=PROTOCOL_VERSION,
+            ),
+            connectors=self.parts.connectors.offers(),
+            placement=self._placement,
+            engine=stage.engine,
+        )
+
+    def _on_calls_changed(self) -> None:
+        self.sessions.note_change()
+
+    async def _on_control(self, method: types_pb2.ControlMethod.ValueType) -> None:
+        if self.parts.calls.draining:
+            return
+        if method == types_pb2.CONTROL_METHOD_SLEEP:
+            self.parts.calls.refusal = UnavailableError("this replica is asleep", reason="ASLEEP")
+            self.registrar.set_state(types_pb2.REPLICA_STATE_ASLEEP)
+        elif method == types_pb2.CONTROL_METHOD_WAKE_UP:
+            self.parts.calls.refusal = None
+            self.registrar.set_state(types_pb2.REPLICA_STATE_READY)
+
+    async def _beat(self) -> None:
+        try:
+            await self.registrar.run()
+        except OmniError as error:
+            _log.error("engine died", error=error.message)
+            self.failure = error
+            self.on_stop(error.message)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            self.parts.flows.sweep()
+            self.parts.connectors.sweep()
+            await self.channels.sweep()
+
+    def _own(self, work: Coroutine[None, None, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._on_task_done)
+        self._tasks.append(task)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.failure = InternalError(f"{task.get_name()} failed: {type(error).__name__}: {error}")
+            _log.error("worker task failed", task=task.get_name(), error=repr(error))
+            self.on_stop(self.failure.message)
+
+    async def _cancel(self, name: str) -> None:
+        for task in [task for task in self._tasks if task.get_name() == name]:
+            self._tasks.remove(task)
+            task.cancel()
+            await asyncio.wait([task])
+
+
+async def plan_worker(config: StageWorkerConfig, client: ControlPlaneClient, deadline_s: float) -> Worker:
+    """A worker for what ``config`` names, once the control plane knows its plan."""
+    pipeline, stage = await fetch_plan(client, config.pipeline, config.stage_id, deadline_s)
+    return Worker(config, pipeline, stage, client)
+
+
+def _connector_options(pipeline: pipeline_pb2.Pipeline, stage: pipeline_pb2.Stage) -> dict[str, dict[str, JsonValue]]:
+    """``extra`` of the connectors on this stage's edges, by kind."""
+    mine = {edge.connector for edge in pipeline.edges if stage.stage_id in (edge.from_stage, edge.to_stage)}
+    return {
+        connector.kind: cast("dict[str, JsonValue]", json_format.MessageToDict(connector.extra))
+        for connector in pipeline.connectors
+        if connector.name in mine and connector.kind not in ("", "auto")
+    }
