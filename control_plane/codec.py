@@ -16,7 +16,7 @@ import orjson
 from google.protobuf import json_format
 from google.protobuf.message import Message
 
-from control_plane.keys import ReplicaKey
+from control_plane.keys import ReplicaKey, StageKey
 from omni.v1 import pipeline_pb2, types_pb2
 
 M = TypeVar("M", bound=Message)
@@ -55,10 +55,14 @@ def decode_pipeline(value: bytes) -> pipeline_pb2.Pipeline:
     return _decode(value, pipeline_pb2.Pipeline)
 
 
+def stage_ref(key: StageKey) -> types_pb2.StageRef:
+    """A stage as the protos name it."""
+    return types_pb2.StageRef(pipeline=key.pipeline, stage_id=key.stage_id)
+
+
 def replica_ref(key: ReplicaKey, epoch: int = 0) -> types_pb2.ReplicaRef:
-    """A key as the protos name it."""
-    stage = types_pb2.StageRef(pipeline=key.pipeline, stage_id=key.stage_id)
-    return types_pb2.ReplicaRef(stage=stage, replica_id=key.replica_id, epoch=epoch)
+    """A claim as the protos name it."""
+    return types_pb2.ReplicaRef(stage=stage_ref(key.stage), replica_id=key.replica_id, epoch=epoch)
 
 
 def encode_claim(key: ReplicaKey) -> bytes:

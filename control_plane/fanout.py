@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncGenerator, Hashable
 from typing import Final, Generic, TypeVar
 
 from control_plane.deltalog import Cursor, Delta, DeltaLog
@@ -65,7 +65,7 @@ class Fanout(abc.ABC, Generic[C, G]):
         self._closed = True
         self._wake_all()
 
-    async def stream(self, group: G, resume_revision: int) -> AsyncIterator[bytes]:
+    async def stream(self, group: G, resume_revision: int) -> AsyncGenerator[bytes, None]:
         """The frames of one watcher, until it leaves or ``close``."""
         self._table.require_loaded()
         cursor: Cursor | None = None

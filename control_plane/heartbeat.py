@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Final, NoReturn
 
 from google.protobuf import duration_pb2
@@ -101,7 +101,7 @@ class Heartbeats:
         """From now on streams end because of us, which says nothing about the replicas."""
         self._closing = True
 
-    async def stream(self, beats: AsyncIterator[pb.HeartbeatRequest]) -> AsyncIterator[pb.HeartbeatResponse]:
+    async def stream(self, beats: AsyncIterator[pb.HeartbeatRequest]) -> AsyncGenerator[pb.HeartbeatResponse, None]:
         """One stream: one instance, though it may claim anew in between."""
         self._table.require_loaded()
         number = self._liveness.open_stream()
@@ -117,6 +117,10 @@ class Heartbeats:
                 instance_uuid = beat.instance_uuid
                 claim = validate.replica_key(beat.replica), beat.replica.epoch
                 yield await self._beat(beat, number)
+                if self._closing:
+                    raise UnavailableError(
+                        "this control plane is stopping; beat at another one", reason="STOPPING", retry_after_s=0.0
+                    )
         finally:
             if claim is not None and not self._closing:
                 self._ended(*claim, number)

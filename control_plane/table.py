@@ -75,7 +75,7 @@ class Table:
     def __init__(self, keys: Keys) -> None:
         self.keys = keys
         self.revision = 0
-        self.loaded = False
+        self._loaded = asyncio.Event()
         self._stale = True
         self._replicas: dict[ReplicaKey, ReplicaRow] = {}
         self._pipelines: dict[str, pipeline_pb2.Pipeline] = {}
@@ -96,6 +96,15 @@ class Table:
     def stale(self) -> bool:
         """True while etcd cannot be reached, and before the first load."""
         return self._stale
+
+    @property
+    def loaded(self) -> bool:
+        """True after the first load."""
+        return self._loaded.is_set()
+
+    async def wait_loaded(self) -> None:
+        """Wait for the first load."""
+        await self._loaded.wait()
 
     def require_loaded(self) -> None:
         """Raise ``UnavailableError`` before the first load: there is no view to answer from."""
@@ -212,7 +221,7 @@ class Table:
         for name in [name for name in self._pipelines if PipelineKey(name) not in present]:
             self._delete(PipelineKey(name), touched)
         self._rebuild_pools()
-        self.loaded = True
+        self._loaded.set()
         self._publish(self._change(listing.revision, touched, reset=True))
         self.set_stale(False)
 

@@ -1,0 +1,157 @@
+"""Plans: applying, reading and deleting them. Reading deploy files is ``control_plane.deploy``'s."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Final
+
+from control_plane import codec, compat, paging, validate
+from control_plane.deploy import plan_pipeline
+from control_plane.etcd import (
+    EtcdClient,
+    KeyValue,
+    WriteOutcomeUnknown,
+    mod_revision_is,
+    op_delete,
+    op_put,
+)
+from control_plane.keys import MAX_NAME_LENGTH, NAME_RULE, is_name
+from control_plane.table import Table
+from omni.v1 import pipeline_pb2
+from omni.v1 import pipeline_service_pb2 as pb
+from omnicore.errors import ConflictError, InvalidRequestError
+from omnicore.log import get_logger
+
+_log = get_logger(__name__)
+
+MAX_DEPLOY_BYTES: Final = 1024 * 1024
+_DEFAULT_PAGE_SIZE: Final = 100
+_MAX_CONFLICTS: Final = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Applied:
+    """The outcome of an apply."""
+
+    pipeline: pipeline_pb2.Pipeline
+    changed: bool
+    warnings: tuple[str, ...]
+    revision: int
+
+
+class Pipelines:
+    """The plans of one cluster."""
+
+    def __init__(self, client: EtcdClient, table: Table) -> None:
+        self._client = client
+        self._table = table
+        self._keys = table.keys
+
+    async def apply(self, request: pb.ApplyPipelineRequest) -> Applied:
+        """Plan a deploy file and store the plan, unless it is in force already. Raises ``InvalidRequestError``."""
+        _check_size(request)
+        # A file of a megabyte takes a while to read; beats must not wait for it.
+        result = await asyncio.to_thread(
+            plan_pipeline, request.deploy_yaml, name=request.name, engine=request.engine, platform=request.platform
+        )
+        plan, warnings = result.pipeline, tuple(result.warnings)
+        if not is_name(plan.name):
+            raise InvalidRequestError.field("name", f"must be {NAME_RULE}, got {validate.shown(plan.name)}")
+        self._table.require_loaded()
+        path = self._keys.pipeline(plan.name)
+        for _ in range(_MAX_CONFLICTS):
+            kv = await self._client.get(path)
+            stored = _readable(kv)
+            plan.generation = stored.generation if stored is not None else 0
+            if kv is not None and stored == codec.decode_pipeline(codec.encode_pipeline(plan)):
+                await self._table.wait_revision(kv.mod_revision)
+                return Applied(plan, changed=False, warnings=warnings, revision=kv.mod_revision)
+            plan.generation += 1
+            if request.validate_only:
+                return Applied(plan, changed=True, warnings=warnings, revision=self._table.revision)
+            try:
+                written = await self._client.txn(
+                    [mod_revision_is(path, kv.mod_revision if kv is not None else 0)],
+                    [op_put(path, codec.encode_pipeline(plan))],
+                )
+            except WriteOutcomeUnknown:
+                continue  # if it was applied, the next round finds it in force
+            if written.succeeded:
+                _log.info("pipeline applied", pipeline=plan.name, generation=plan.generation, stages=len(plan.stages))
+                await self._table.wait_revision(written.revision)
+                return Applied(plan, changed=True, warnings=warnings, revision=written.revision)
+        raise ConflictError(
+            f"pipeline {plan.name!r} is applied by others all the time",
+            reason="PIPELINE_CONTENDED",
+            metadata={"pipeline": plan.name},
+        )
+
+    def get(self, name: str) -> pipeline_pb2.Pipeline:
+        """One plan. Raises ``NotFoundError`` with the names that exist."""
+        _check_name(name)
+        self._table.require_loaded()
+        pipeline = self._table.pipeline(name)
+        if pipeline is None:
+            raise self._unknown(name)
+        return pipeline
+
+    def page(self, size: int, token: str) -> tuple[list[pipeline_pb2.Pipeline], str]:
+        """One page of plans by name, and the token of the next page."""
+        after = paging.decode_token(token, (str,)) if token else ("",)
+        self._table.require_loaded()
+        wanted = paging.page_size(size, _DEFAULT_PAGE_SIZE)
+        rest = [pipeline for pipeline in self._table.pipelines() if (pipeline.name,) > after]
+        return rest[:wanted], paging.encode_token(rest[wanted - 1].name) if len(rest) > wanted else ""
+
+    async def delete(self, name: str) -> int:
+        """Remove a plan and return the revision. Its replicas are told to drain by their next beats."""
+        _check_name(name)
+        self._table.require_loaded()
+        path = self._keys.pipeline(name)
+        repeated = False
+        while True:
+            try:
+                kv = await self._client.get(path)
+                if kv is None and not repeated:
+                    raise self._unknown(name)
+                if kv is None:
+                    return self._table.revision  # by our own first try, whose answer was lost
+                result = await self._client.txn([mod_revision_is(path, kv.mod_revision)], [op_delete(path)])
+            except WriteOutcomeUnknown:
+                repeated = True
+                continue
+            if result.succeeded:
+                _log.info("pipeline deleted", pipeline=name)
+                await self._table.wait_revision(result.revision)
+                return result.revision
+
+    def _unknown(self, name: str) -> Exception:
+        return compat.no_pipeline(name, (pipeline.name for pipeline in self._table.pipelines()))
+
+
+def _check_name(name: str) -> None:
+    if not is_name(name):
+        raise InvalidRequestError.field("name", f"must be {NAME_RULE}, got {validate.shown(name)}")
+
+
+def _check_size(request: pb.ApplyPipelineRequest) -> None:
+    faults = validate.Faults()
+    if not request.deploy_yaml.strip():
+        faults.add("deploy_yaml", "required: the text of a deploy file")
+    elif len(request.deploy_yaml) > MAX_DEPLOY_BYTES:
+        faults.add("deploy_yaml", f"at most {MAX_DEPLOY_BYTES} bytes, got {len(request.deploy_yaml)}")
+    for field in ("name", "engine", "platform"):
+        if len(value := getattr(request, field)) > MAX_NAME_LENGTH:
+            faults.add(field, f"at most {MAX_NAME_LENGTH} characters, got {len(value)}")
+    faults.raise_if_any()
+
+
+def _readable(kv: KeyValue | None) -> pipeline_pb2.Pipeline | None:
+    if kv is None:
+        return None
+    try:
+        return codec.decode_pipeline(kv.value)
+    except codec.RecordError as error:
+        _log.warning("unreadable plan is replaced", key=kv.key, error=error)
+        return None

@@ -1,0 +1,299 @@
+"""The gRPC face: each method translates and calls; ``omnicore.rpc`` turns typed errors into status."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+from google.protobuf import duration_pb2
+
+from control_plane import admin, codec, collective, compat, paging, states, validate
+from control_plane.heartbeat import Heartbeats
+from control_plane.keys import NAME_RULE, StageKey, is_name
+from control_plane.membership import Membership
+from control_plane.pipelines import Pipelines
+from control_plane.table import Table
+from control_plane.watchers import PipelineFanout, ReplicaFanout
+from omni.v1 import (
+    admin_service_pb2,
+    admin_service_pb2_grpc,
+    pipeline_service_pb2,
+    pipeline_service_pb2_grpc,
+    registry_service_pb2,
+    registry_service_pb2_grpc,
+)
+from omnicore.errors import InvalidRequestError, UnimplementedError
+from omnicore.rpc import ServicerContext
+
+_LIST_PAGE_SIZE: Final = 1000
+_MAX_WATCHED_PIPELINES: Final = 1000
+
+
+class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
+    """``omni.v1.RegistryService``."""
+
+    def __init__(self, table: Table, membership: Membership, heartbeats: Heartbeats, fanout: ReplicaFanout) -> None:
+        self._table = table
+        self._membership = membership
+        self._heartbeats = heartbeats
+        self._fanout = fanout
+
+    async def Register(  # noqa: N802
+        self, request: registry_service_pb2.RegisterRequest, context: ServicerContext
+    ) -> registry_service_pb2.RegisterResponse:
+        """Claim a replica id."""
+        claim = await self._membership.register(request, context.peer())
+        return registry_service_pb2.RegisterResponse(
+            replica=codec.replica_ref(claim.key, claim.epoch),
+            lease_id=claim.lease_id,
+            lease_ttl=_duration(claim.lease_ttl_s),
+            heartbeat_interval=_duration(self._heartbeats.interval_s),
+            revision=claim.revision,
+        )
+
+    async def Heartbeat(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[registry_service_pb2.HeartbeatRequest],
+        context: ServicerContext,
+    ) -> AsyncIterator[registry_service_pb2.HeartbeatResponse]:
+        """Keep a replica alive."""
+        async with contextlib.aclosing(self._heartbeats.stream(request_iterator)) as responses:
+            async for response in responses:
+                yield response
+
+    async def Deregister(  # noqa: N802
+        self, request: registry_service_pb2.DeregisterRequest, context: ServicerContext
+    ) -> registry_service_pb2.DeregisterResponse:
+        """Give a claim back."""
+        return registry_service_pb2.DeregisterResponse(revision=await self._membership.deregister(request))
+
+    async def ListReplicas(  # noqa: N802
+        self, request: registry_service_pb2.ListReplicasRequest, context: ServicerContext
+    ) -> registry_service_pb2.ListReplicasResponse:
+        """One page of the table."""
+        after: tuple[str | int, ...] = ()
+        faults = validate.Faults()
+        if request.pipeline:
+            faults.name("pipeline", request.pipeline)
+        elif request.HasField("stage_id"):
+            faults.add("pipeline", "required with stage_id")
+        faults.raise_if_any()
+        if request.page_token:
+            after = paging.decode_token(request.page_token, (str, int, int))
+        self._table.require_loaded()
+        rows = [
+            row
+            for row in self._table.rows()
+            if (not request.pipeline or row.key.pipeline == request.pipeline)
+            and (not request.HasField("stage_id") or row.key.stage_id == request.stage_id)
+        ]
+        if request.pipeline and not rows and self._table.pipeline(request.pipeline) is None:
+            raise compat.no_pipeline(request.pipeline, (known.name for known in self._table.pipelines()))
+        rows = [row for row in rows if tuple(row.key) > after]
+        size = paging.page_size(request.page_size, _LIST_PAGE_SIZE)
+        return registry_service_pb2.ListReplicasResponse(
+            replicas=[self._table.view(row) for row in rows[:size]],
+            next_page_token=paging.encode_token(*rows[size - 1].key) if len(rows) > size else "",
+            revision=self._table.revision,
+            stale=self._table.stale,
+        )
+
+    async def WatchReplicas(  # type: ignore[override]  # frames are bytes: see add_servicers  # noqa: N802
+        self, request: registry_service_pb2.WatchReplicasRequest, context: ServicerContext
+    ) -> AsyncIterator[bytes]:
+        """Follow the table."""
+        if len(request.pipelines) > _MAX_WATCHED_PIPELINES:
+            raise InvalidRequestError.field("pipelines", f"at most {_MAX_WATCHED_PIPELINES}")
+        for i, name in enumerate(request.pipelines):
+            if not is_name(name):
+                raise InvalidRequestError.field(f"pipelines[{i}]", f"must be {NAME_RULE}, got {validate.shown(name)}")
+        group = frozenset(request.pipelines)
+        async with contextlib.aclosing(self._fanout.stream(group, request.resume_revision)) as frames:
+            async for frame in frames:
+                yield frame
+
+
+class PipelineServicer(pipeline_service_pb2_grpc.PipelineServiceServicer):
+    """``omni.v1.PipelineService``."""
+
+    def __init__(self, table: Table, pipelines: Pipelines, fanout: PipelineFanout) -> None:
+        self._table = table
+        self._pipelines = pipelines
+        self._fanout = fanout
+
+    async def ApplyPipeline(  # noqa: N802
+        self, request: pipeline_service_pb2.ApplyPipelineRequest, context: ServicerContext
+    ) -> pipeline_service_pb2.ApplyPipelineResponse:
+        """Validate, plan, store."""
+        applied = await self._pipelines.apply(request)
+        return pipeline_service_pb2.ApplyPipelineResponse(
+            pipeline=applied.pipeline, changed=applied.changed, warnings=applied.warnings, revision=applied.revision
+        )
+
+    async def GetPipeline(  # noqa: N802
+        self, request: pipeline_service_pb2.GetPipelineRequest, context: ServicerContext
+    ) -> pipeline_service_pb2.GetPipelineResponse:
+        """One plan."""
+        return pipeline_service_pb2.GetPipelineResponse(
+            pipeline=self._pipelines.get(request.name), revision=self._table.revision
+        )
+
+    async def ListPipelines(  # noqa: N802
+        self, request: pipeline_service_pb2.ListPipelinesRequest, context: ServicerContext
+    ) -> pipeline_service_pb2.ListPipelinesResponse:
+        """One page of plans."""
+        page, token = self._pipelines.page(request.page_size, request.page_token)
+        return pipeline_service_pb2.ListPipelinesResponse(
+            pipelines=page, next_page_token=token, revision=self._table.revision
+        )
+
+    async def DeletePipeline(  # noqa: N802
+        self, request: pipeline_service_pb2.DeletePipelineRequest, context: ServicerContext
+    ) -> pipeline_service_pb2.DeletePipelineResponse:
+        """Remove a plan."""
+        return pipeline_service_pb2.DeletePipelineResponse(revision=await self._pipelines.delete(request.name))
+
+    async def WatchPipelines(  # type: ignore[override]  # frames are bytes: see add_servicers  # noqa: N802
+        self, request: pipeline_service_pb2.WatchPipelinesRequest, context: ServicerContext
+    ) -> AsyncIterator[bytes]:
+        """Follow the plans."""
+        async with contextlib.aclosing(self._fanout.stream(None, request.resume_revision)) as frames:
+            async for frame in frames:
+                yield frame
+
+
+class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
+    """``omni.v1.AdminService``."""
+
+    def __init__(self, table: Table, verbs: admin.Admin, fanout: ReplicaFanout) -> None:
+        self._table = table
+        self._verbs = verbs
+        self._fanout = fanout
+
+    async def CordonReplica(  # noqa: N802
+        self, request: admin_service_pb2.CordonReplicaRequest, context: ServicerContext
+    ) -> admin_service_pb2.CordonReplicaResponse:
+        """Out of routing."""
+        admin.check_ref(request.replica, present=request.HasField("replica"))
+        written = await self._verbs.cordon(request.replica, request.reason)
+        return admin_service_pb2.CordonReplicaResponse(replica=written.replica, revision=written.revision)
+
+    async def UncordonReplica(  # noqa: N802
+        self, request: admin_service_pb2.UncordonReplicaRequest, context: ServicerContext
+    ) -> admin_service_pb2.UncordonReplicaResponse:
+        """Back in."""
+        admin.check_ref(request.replica, present=request.HasField("replica"))
+        written = await self._verbs.uncordon(request.replica)
+        return admin_service_pb2.UncordonReplicaResponse(replica=written.replica, revision=written.revision)
+
+    async def DrainReplica(  # noqa: N802
+        self, request: admin_service_pb2.DrainReplicaRequest, context: ServicerContext
+    ) -> admin_service_pb2.DrainReplicaResponse:
+        """Finish and leave."""
+        admin.check_ref(request.replica, present=request.HasField("replica"))
+        written = await self._verbs.drain(request)
+        return admin_service_pb2.DrainReplicaResponse(replica=written.replica, revision=written.revision)
+
+    async def EvictReplica(  # noqa: N802
+        self, request: admin_service_pb2.EvictReplicaRequest, context: ServicerContext
+    ) -> admin_service_pb2.EvictReplicaResponse:
+        """Leave now."""
+        admin.check_ref(request.replica, present=request.HasField("replica"))
+        revision = await self._verbs.evict(request.replica, request.reason)
+        return admin_service_pb2.EvictReplicaResponse(revision=revision)
+
+    async def SetBalancingPolicy(  # noqa: N802
+        self, request: admin_service_pb2.SetBalancingPolicyRequest, context: ServicerContext
+    ) -> admin_service_pb2.SetBalancingPolicyResponse:
+        """Refused: nothing would carry it to the gateways, and storing it would only look like success."""
+        raise UnimplementedError(
+            "policies cannot be changed at run time yet: start gateways with --policy",
+            reason="POLICY_UNIMPLEMENTED",
+        )
+
+    async def CollectiveRpc(  # noqa: N802
+        self, request: admin_service_pb2.CollectiveRpcRequest, context: ServicerContext
+    ) -> admin_service_pb2.CollectiveRpcResponse:
+        """One engine method on whole stages."""
+        return await collective.collective_rpc(self._table, request)
+
+    async def GetClusterStatus(  # noqa: N802
+        self, request: admin_service_pb2.GetClusterStatusRequest, context: ServicerContext
+    ) -> admin_service_pb2.GetClusterStatusResponse:
+        """The cluster at a glance; answers also while etcd is away, so that people see that it is."""
+        registered: dict[StageKey, list[bool]] = {}
+        for row in self._table.rows():
+            registered.setdefault(row.key.stage, []).append(states.is_routable(row.replica))
+        planned = {
+            StageKey(pipeline.name, stage.stage_id): (stage.name, stage.num_replicas)
+            for pipeline in self._table.pipelines()
+            for stage in pipeline.stages
+        }
+        stages = []
+        for key in sorted({*registered, *planned}):
+            name, wanted = planned.get(key, ("", 0))
+            routable = registered.get(key, [])
+            stages.append(
+                admin_service_pb2.StageStatus(
+                    stage=codec.stage_ref(key),
+                    name=name,
+                    wanted=wanted,
+                    registered=len(routable),
+                    routable=sum(routable),
+                )
+            )
+        return admin_service_pb2.GetClusterStatusResponse(
+            cluster=self._table.keys.cluster,
+            version=importlib.metadata.version("omniplane"),
+            store_healthy=not self._table.stale,
+            stages=stages,
+            revision=self._table.revision,
+            watchers=len(self._fanout),
+        )
+
+
+SERVICE_NAMES: Final = ("omni.v1.RegistryService", "omni.v1.PipelineService", "omni.v1.AdminService")
+_BYTES_METHODS: Final = {"WatchReplicas", "WatchPipelines"}
+
+
+def add_servicers(
+    server: grpc.aio.Server, registry: RegistryServicer, pipelines: PipelineServicer, verbs: AdminServicer
+) -> None:
+    """Register all three. The two watches yield encoded messages, which go out as they are: one encoding serves all
+    watchers."""
+    recorder = _Recorder(server)
+    registry_service_pb2_grpc.add_RegistryServiceServicer_to_server(registry, recorder)  # type: ignore[arg-type]
+    pipeline_service_pb2_grpc.add_PipelineServiceServicer_to_server(pipelines, recorder)  # type: ignore[arg-type]
+    admin_service_pb2_grpc.add_AdminServiceServicer_to_server(verbs, recorder)  # type: ignore[arg-type]
+
+
+class _Recorder:
+    """Stands in for a server while generated code registers a servicer, and lets bytes pass where we send bytes."""
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server = server
+
+    def add_generic_rpc_handlers(self, handlers: object) -> None:
+        """Left to the other one, which has the methods by name."""
+
+    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
+        for name in _BYTES_METHODS & handlers.keys():
+            generated = handlers[name]
+            handlers[name] = grpc.unary_stream_rpc_method_handler(
+                generated.unary_stream, request_deserializer=generated.request_deserializer, response_serializer=_same
+            )
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+
+
+def _same(frame: bytes) -> bytes:
+    return frame
+
+
+def _duration(seconds: float) -> duration_pb2.Duration:
+    duration = duration_pb2.Duration()
+    duration.FromNanoseconds(int(seconds * 1e9))
+    return duration
