@@ -133,7 +133,7 @@ STAGE_KEYS: Final[dict[str, Key]] = {
     "engine": Key(SHORT_NAME, "engine entry point", "top level's `engine`, else by topology, else `vllm`"),
     "model": Key(Text(), "model name or path, handed to the engine", "top level's `model`"),
     "num_replicas": Key(Int(1, 4096), "replicas that a local launcher starts", "1"),
-    "devices": Key(Anything(), X, "host only"),
+    "devices": Key(Anything('device ids: 0, "0,1" or [0, 1]'), "devices of all local replicas", "host only"),
     "tensor_parallel_size": Key(Int(1, 4096), "tensor parallel ranks of one replica", "1"),
     "max_num_seqs": Key(_COUNT32, "requests that one replica works on at a time", "engine's"),
     "final_output": Key(Bool(), "its output goes to the client", "true where no edge leaves"),
