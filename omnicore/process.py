@@ -7,7 +7,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,30 @@ from omnicore import errors
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
+# Arguments: signal, process id of the parent (which may have ended before we asked), program, its arguments.
+_DYING_WITH_PARENT = """\
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, int(sys.argv[1]), 0, 0, 0)
+if os.getppid() != int(sys.argv[2]):
+    os._exit(1)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 def die_with_parent(sig: signal.Signals = signal.SIGTERM) -> None:
-    """Ask the kernel to send ``sig`` to this process when its parent ends. Use as ``preexec_fn``, or at start."""
+    """Ask the kernel to send ``sig`` to this process when its parent ends. For children that are not ours, see
+    ``dying_with_parent``."""
     _libc.prctl(_PR_SET_PDEATHSIG, int(sig), 0, 0, 0)
+
+
+def dying_with_parent(command: Sequence[str], sig: signal.Signals = signal.SIGTERM) -> list[str]:
+    """``command`` (its program by absolute path), so wrapped that the process gets ``sig`` when this one ends.
+
+    Start it with ``subprocess.Popen`` from the main thread and without ``preexec_fn``: that would fork, and a fork
+    beside gRPC's threads runs gRPC's handlers in the child, which now and then abort it. Without one it is a vfork,
+    which runs nothing of ours.
+    """
+    return [sys.executable, "-I", "-S", "-c", _DYING_WITH_PARENT, str(int(sig)), str(os.getpid()), *command]
 
 
 class Shutdown:

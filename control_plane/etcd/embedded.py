@@ -11,9 +11,8 @@ import asyncio
 import ipaddress
 import os
 import platform
-import signal
 import socket
-from collections.abc import Callable
+import subprocess
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,7 +23,7 @@ from control_plane.etcd.client import EtcdClient
 from control_plane.etcd.errors import EtcdUnavailable
 from omnicore import config, errors
 from omnicore.log import get_logger
-from omnicore.process import die_with_parent
+from omnicore.process import dying_with_parent
 
 _log = get_logger(__name__)
 
@@ -38,6 +37,7 @@ _HEARTBEAT_MS, _ELECTION_MS = 20, 100
 _HISTORY = "1h"
 # Another process may take the free port between our choosing it and etcd's binding it.
 _PORT_ATTEMPTS = 3
+_POLL_S = 0.05
 _ROTATE_LOG_BYTES = 16 * 1024 * 1024
 
 
@@ -79,7 +79,7 @@ class EmbeddedEtcd:
         self._binary = binary
         self._ready_timeout_s = ready_timeout_s
         self._dir: workdir.WorkDir | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._tail = ""
         self.endpoints: tuple[str, ...] = ()
         """Addresses for ``EtcdClient``, the Unix socket first; set by ``start``."""
@@ -117,15 +117,15 @@ class EmbeddedEtcd:
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """End etcd in good order, or by force after ``grace_s`` seconds. May be called twice."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(signal.SIGTERM)
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
             try:
                 async with asyncio.timeout(grace_s):
-                    await self._process.wait()
+                    await self.wait()
             except TimeoutError:
                 _log.warning("etcd did not stop in time and is killed", pid=self._process.pid)
                 self._process.kill()
-                await self._process.wait()
+                await self.wait()
         if self._dir is not None:
             self._tail = self.log_tail()
             directory, self._dir = self._dir, None
@@ -133,7 +133,11 @@ class EmbeddedEtcd:
 
     async def wait(self) -> int:
         """Wait for etcd to end; returns its exit code, negative for a signal."""
-        return await self._running().wait()
+        process = self._running()
+        # Not asyncio's subprocesses: they fork (see dying_with_parent). Not a pidfd: kernels before 5.3 have none.
+        while (code := process.poll()) is None:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
+        return code
 
     def log_tail(self, lines: int = 20) -> str:
         """The last lines that etcd logged."""
@@ -145,7 +149,7 @@ class EmbeddedEtcd:
             return ""
         return "\n".join(text.splitlines()[-lines:])
 
-    def _running(self) -> asyncio.subprocess.Process:
+    def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             raise errors.FailedPreconditionError("this etcd was not started")
         return self._process
@@ -154,7 +158,7 @@ class EmbeddedEtcd:
         any_port = self._client_listen.endswith(":0")
         for attempt in range(_PORT_ATTEMPTS):
             listen = _choose_port(self._client_listen) if any_port else self._client_listen
-            self._process = await self._spawn(binary, directory, listen)
+            self._process = self._spawn(binary, directory, listen)
             self.endpoints = (f"unix:{directory.sockets / _CLIENT}", *((listen,) if listen else ()))
             try:
                 await self._until_ready()
@@ -163,7 +167,7 @@ class EmbeddedEtcd:
                 if not (any_port and "address already in use" in error.message and attempt + 1 < _PORT_ATTEMPTS):
                     raise
 
-    async def _spawn(self, binary: Path, directory: workdir.WorkDir, listen: str) -> asyncio.subprocess.Process:
+    def _spawn(self, binary: Path, directory: workdir.WorkDir, listen: str) -> subprocess.Popen[bytes]:
         for name in (_CLIENT, _PEER):
             (directory.sockets / name).unlink(missing_ok=True)  # left by a server that was killed
         log = directory.data / "etcd.log"
@@ -171,23 +175,21 @@ class EmbeddedEtcd:
             log.replace(log.with_name("etcd.log.1"))
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
-            return await asyncio.create_subprocess_exec(
-                binary,
-                *_flags(directory, listen),
+            return subprocess.Popen(
+                dying_with_parent([str(binary), *_flags(directory, listen)]),
                 cwd=directory.sockets,
                 env=_environment(),
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,  # Ctrl-C is for us: we stop after those who use the store
-                preexec_fn=_dying_with(os.getpid()),
             )
         finally:
             os.close(output)
 
     async def _until_ready(self) -> None:
         process = self._running()
-        ended = asyncio.create_task(process.wait())
+        ended = asyncio.create_task(self.wait())
         ready = asyncio.create_task(self._first_read())
         try:
             await asyncio.wait({ended, ready}, timeout=self._ready_timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -248,15 +250,6 @@ def _environment() -> dict[str, str]:
     if platform.machine() == "aarch64":
         environment["ETCD_UNSUPPORTED_ARCH"] = "arm64"  # needed by 3.4, harmless to newer ones
     return environment
-
-
-def _dying_with(parent: int) -> Callable[[], None]:
-    def arrange() -> None:
-        die_with_parent(signal.SIGTERM)
-        if os.getppid() != parent:  # it died before we asked
-            os._exit(1)
-
-    return arrange
 
 
 def _choose_port(listen: str) -> str:

@@ -90,6 +90,7 @@ class KeepAlive:
     def _wake(self) -> None:
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="etcd-keep-alive")
+            self._task.add_done_callback(_tell_fault)
         if len(self._table):
             self._busy.set()
         else:
@@ -195,3 +196,9 @@ class KeepAlive:
                 on_lost(lease_id)
             except Exception:  # noqa: BLE001 -- a fault of one holder must not end the renewals of all others
                 _log.exception("etcd lease holder failed to hear of its loss", lease_id=f"{lease_id:x}")
+
+
+def _tell_fault(task: asyncio.Task[None]) -> None:
+    # The task never ends by itself, and its holders do not wait for it before ``close``.
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("etcd keep-alive ended by a fault; leases will run out", error=repr(error))

@@ -148,6 +148,7 @@ class Transport:
         self._login = asyncio.Lock()
         self.timeout_s = timeout_s
         self.clock = clock
+        self.closed = False
 
     @property
     def target(self) -> str:
@@ -156,6 +157,7 @@ class Transport:
 
     async def close(self) -> None:
         """Close all channels; calls in progress fail."""
+        self.closed = True
         for channel in self._channels:
             await channel.close(None)
 
@@ -167,6 +169,7 @@ class Transport:
         ``repeatable``: sending it twice does no harm. Raises ``EtcdUnavailable``; ``WriteOutcomeUnknown`` if it is
         not repeatable and may have been applied; any other refusal as its typed error.
         """
+        self._check_open()
         deadline = self.clock.monotonic() + self.timeout_s
         backoff = Backoff(0.02, 0.5)
         logins = 0
@@ -204,7 +207,9 @@ class Transport:
 
         Raises what logging in raises; a member that cannot be reached is seen by the first read.
         """
-        index, token = self._current, await self._get_token()
+        self._check_open()
+        token = await self._get_token()
+        index = self._current
         open_call: Any = self._channels[index].stream_stream(
             method.path,
             request_serializer=method.request.SerializeToString,
@@ -221,6 +226,10 @@ class Transport:
         """Log in again before the next call, unless ``token`` was replaced meanwhile."""
         if self._token == token:
             self._token = None
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise etcd_errors.EtcdUnavailable("the etcd client was closed", reason="ETCD_CLIENT_CLOSED")
 
     async def _get_token(self) -> str | None:
         if not self._credentials.user:

@@ -77,7 +77,9 @@ class Watch:
     async def _open(self) -> _Stream | None:
         try:
             return await self._transport.open_stream(WATCH)
-        except errors.UnavailableError as error:
+        except etcd_errors.EtcdUnavailable as error:
+            if self._transport.closed:
+                raise
             _log.warning("etcd watch cannot log in", error=error)
             return None
 
@@ -107,7 +109,10 @@ class Watch:
             # This member is behind what we saw. If it only lags, it will catch up. If the quorum is behind, too, the
             # store was replaced, and waiting for that revision could take for ever.
             request = wire.RangeRequest(key=self._key, limit=1)
-            now = await self._transport.call(RANGE, request, repeatable=True)
+            try:
+                now = await self._transport.call(RANGE, request, repeatable=True)
+            except etcd_errors.EtcdUnavailable as error:
+                raise _ReconnectError(error, rotate=False) from error
             if now.header.revision + 1 < self.next_revision:
                 raise etcd_errors.Compacted(
                     0,
