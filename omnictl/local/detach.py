@@ -1,0 +1,68 @@
+"""``omnictl up --detach``: the same command in a session of its own, until it says that it is ready."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from omnictl.local.process import end_text
+
+_POLL_S = 0.1
+
+
+async def start(args: argparse.Namespace, argv: list[str] | None = None) -> int:
+    """Start ``omnictl up`` with the flags of ``args`` in the background; returns once it is ready or has failed.
+
+    What it prints until then is printed here; later output goes to ``omnictl.log`` in its data directory. ``argv`` is
+    the command line, the process's own by default.
+    """
+    words = [word for word in (sys.argv[1:] if argv is None else argv) if word not in ("-d", "--detach")]
+    directory = Path(args.data_dir) if args.data_dir else Path(tempfile.mkdtemp(prefix="omnictl-"))
+    directory.mkdir(parents=True, exist_ok=True)
+    log, ready = directory / "omnictl.log", directory / "omnictl.ready.json"
+    ready.unlink(missing_ok=True)
+    flags = ["--ready-file", args.ready_file or str(ready), *(() if args.data_dir else ("--data-dir", str(directory)))]
+    ready = Path(flags[1])
+    ready.unlink(missing_ok=True)
+    with log.open("ab") as stream:
+        shown = stream.tell()
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "omnictl", *words, *flags),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
+    try:
+        while process.returncode is None and not ready.exists():
+            await asyncio.sleep(_POLL_S)
+            shown = _show(log, shown)
+    except asyncio.CancelledError:
+        # Ctrl-C before it was ready: nothing must stay behind.
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+        raise
+    _show(log, shown)
+    if process.returncode is not None:
+        if process.returncode < 0:
+            print(f"error: omnictl up {end_text(process.returncode)}", file=sys.stderr)
+        return process.returncode if process.returncode >= 0 else 128 - process.returncode
+    print(f"It goes on in the background (pid {process.pid}); 'omnictl down' stops it. Log: {log}")
+    return 0
+
+
+def _show(log: Path, offset: int) -> int:
+    """Print what was logged from ``offset`` on; returns the new offset."""
+    with log.open("rb") as stream:
+        stream.seek(offset)
+        piece = stream.read()
+    text = piece.decode(errors="replace").replace("Ctrl-C stops everything.\n", "")
+    sys.stderr.write(text)
+    sys.stderr.flush()
+    return offset + len(piece)

@@ -1,0 +1,137 @@
+"""One child process: its log, its ready file, its end.
+
+Guarantees: a child never outlives this process, not even when this one is killed (the kernel's parent-death signal is
+set before the child's program starts); nothing of its process group is left after ``stop``, or after its own end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+
+from omnicore.process import die_with_parent
+
+_POLL_S = 0.03  # how soon a ready file is noticed
+_TAIL_BYTES = 16 * 1024
+
+
+class ProcessEndedError(Exception):
+    """The process ended before it was ready; ``code`` is its return code, negative for a signal."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(end_text(code))
+        self.code = code
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Files:
+    """Where a process logs and where it says that it is ready."""
+
+    log: Path
+    ready: Path
+
+
+class Process:
+    """A running child. Made by ``start``."""
+
+    def __init__(self, process: asyncio.subprocess.Process, files: Files, log_start: int) -> None:
+        self._process = process
+        self._files = files
+        self._log_start = log_start
+
+    @classmethod
+    async def start(cls, command: tuple[str, ...], files: Files) -> Process:
+        """Start ``command`` in its own session, its output appended to its log. Raises ``OSError``."""
+        files.ready.unlink(missing_ok=True)
+        files.log.parent.mkdir(parents=True, exist_ok=True)
+        with files.log.open("ab") as log:
+            log_start = log.tell()
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # A session of its own: the terminal's Ctrl-C must reach only us, who stop children in order.
+                start_new_session=True,
+                # The child asks for this itself, too, but only once it has come that far.
+                preexec_fn=die_with_parent,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            )
+        return cls(process, files, log_start)
+
+    @property
+    def pid(self) -> int:
+        """Its process id, which is also that of its process group."""
+        return self._process.pid
+
+    async def ready(self, timeout_s: float) -> dict[str, Any]:
+        """The content of its ready file, once it is there. Raises ``ProcessEndedError`` or ``TimeoutError``."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                # The file appears whole (it is renamed into place), so what can be read is complete.
+                with contextlib.suppress(FileNotFoundError):
+                    content: dict[str, Any] = orjson.loads(self._files.ready.read_bytes())
+                    return content
+                if self._process.returncode is not None:
+                    raise ProcessEndedError(self._process.returncode)
+                await asyncio.sleep(_POLL_S)
+
+    async def wait(self) -> int:
+        """Its return code, once it has ended, negative for a signal. Whatever it left in its group is killed."""
+        code = await self._process.wait()
+        self.signal_group(signal.SIGKILL)
+        return code
+
+    async def stop(self, grace_s: float) -> bool:
+        """Ask it to end, then make it. True if it ended within ``grace_s`` seconds by itself."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.wait()
+            return True
+        except TimeoutError:
+            self.signal_group(signal.SIGKILL)
+            await self.wait()
+            return False
+
+    def signal_group(self, sig: signal.Signals) -> None:
+        """Send ``sig`` to it and all it started, if any of them is left."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, sig)
+
+    def tail(self, lines: int) -> list[str]:
+        """The last lines that it wrote since ``start``."""
+        try:
+            with self._files.log.open("rb") as log:
+                return _tail(log, self._log_start, lines)
+        except FileNotFoundError:
+            return []
+
+
+def _tail(log: BinaryIO, start: int, lines: int) -> list[str]:
+    end = log.seek(0, os.SEEK_END)
+    begin = max(start, end - _TAIL_BYTES)
+    log.seek(begin)
+    found = log.read().decode(errors="replace").splitlines()
+    if begin > start:
+        found = found[1:]  # begins in mid-line
+    return [line.rstrip() for line in found if line.strip()][-lines:]
+
+
+def end_text(code: int) -> str:
+    """How a process ended, for people: "exited with code 1", "was killed by SIGKILL"."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

@@ -1,0 +1,221 @@
+"""Many children: each started, watched, restarted and finally stopped by one owner."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import enum
+import signal
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from omnicore.clock import SYSTEM_CLOCK, Clock
+from omnicore.errors import InternalError
+from omnictl.local.process import Files, Process, ProcessEndedError, end_text
+from omnictl.local.restart import RestartPolicy
+
+TAIL_LINES = 15
+
+
+class State(enum.Enum):
+    """Life of a member, as people see it."""
+
+    STARTING = "starting"
+    LOADING = "loading"
+    READY = "ready"
+    RESTARTING = "restarting"
+    FAILED = "failed"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+
+
+SETTLED = frozenset({State.READY, State.FAILED, State.STOPPED})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spec:
+    """A process to run."""
+
+    name: str
+    """Unique; also the name of its log."""
+    arguments: tuple[str, ...]
+    """What follows ``omniplane``; the ready file and parent-death flags are added."""
+    ready_timeout_s: float
+    """It has failed if it is not ready this long after its start."""
+    stop_grace_s: float
+    """Between being asked to stop and being killed."""
+    pin: Callable[[dict[str, Any]], tuple[str, ...]] = lambda _: ()
+    """Further arguments for restarts, from the first ready file: the addresses that others know it by."""
+    describe: Callable[[dict[str, Any]], str] = lambda _: ""
+    """Where it serves, for people, from its ready file."""
+    may_leave: bool = False
+    """An end with code 0 was somebody's wish, a drain say: it is not restarted."""
+
+
+@dataclasses.dataclass(slots=True)
+class Member:
+    """A process under supervision."""
+
+    spec: Spec
+    state: State
+    since_s: float
+    """When it came into this state, on the supervisor's clock."""
+    started_s: float
+    process: Process | None = None
+    ready: dict[str, Any] = dataclasses.field(default_factory=dict)
+    detail: str = ""
+    task: asyncio.Task[None] | None = None
+
+    def took_s(self, now_s: float) -> float:
+        """Seconds from its start until it settled, or until now."""
+        return (self.since_s if self.state in SETTLED else now_s) - self.started_s
+
+    def last_line(self) -> str:
+        """The newest line of its log."""
+        lines = self.process.tail(1) if self.process else []
+        return lines[0] if lines else ""
+
+
+class StartFailedError(InternalError):
+    """A process did not become ready; ``log_lines`` are the last that it wrote."""
+
+    default_reason = "START_FAILED"
+
+    def __init__(self, name: str, why: str, log_lines: list[str], log: Path) -> None:
+        super().__init__(f"{name} {why}", metadata={"process": name, "hint": f"its whole log is {log}"})
+        self.log_lines = log_lines
+
+
+class Supervisor:
+    """Owns the processes that it launches until ``stop``.
+
+    ``on_change`` is called after every change of a member, with a line for people if there is something to say.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        on_change: Callable[[Member, str], None],
+        *,
+        members: dict[str, Member] | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+        program: tuple[str, ...] = (sys.executable, "-P", "-m", "omniplane"),
+        policy: Callable[[Clock], RestartPolicy] = RestartPolicy,
+    ) -> None:
+        self.run_dir = run_dir
+        self.members: dict[str, Member] = {} if members is None else members
+        self._on_change = on_change
+        self._clock = clock
+        self._program = program
+        self._policy = policy
+
+    async def launch(self, spec: Spec) -> dict[str, Any]:
+        """Start ``spec`` and return the content of its ready file; it is then kept running.
+
+        Raises ``StartFailedError`` if it ends or takes too long before it is ready for the first time.
+        """
+        now_s = self._clock.monotonic()
+        member = Member(spec, State.STARTING, now_s, now_s)
+        self.members[spec.name] = member
+        first: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        member.task = asyncio.create_task(self._supervise(member, first), name=f"supervise {spec.name}")
+        # The task, too: a fault in it must not leave us waiting.
+        waited: set[asyncio.Future[Any]] = {first, member.task}
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if not first.done():
+            await member.task
+            raise InternalError(f"{spec.name} was stopped while it started")
+        return first.result()
+
+    async def stop(self, groups: Iterable[Iterable[str]]) -> None:
+        """Stop members, one group after the other, those of a group together. Names not launched are skipped."""
+        for group in groups:
+            members = [self.members[name] for name in group if name in self.members]
+            async with asyncio.TaskGroup() as tasks:
+                for member in members:
+                    tasks.create_task(self._stop(member))
+
+    def kill_all(self) -> None:
+        """End everything at once, without waiting."""
+        for member in self.members.values():
+            if member.process is not None:
+                member.process.signal_group(signal.SIGKILL)
+
+    def log_path(self, name: str) -> Path:
+        """The log of a member."""
+        return self.run_dir / "logs" / f"{name.replace('/', '-')}.log"
+
+    def mark_loading(self, name: str) -> None:
+        """It has announced itself and loads its engine."""
+        if self.members[name].state is State.STARTING:
+            self._set(self.members[name], State.LOADING)
+
+    async def _supervise(self, member: Member, first: asyncio.Future[dict[str, Any]]) -> None:
+        spec, policy = member.spec, self._policy(self._clock)
+        files = Files(self.log_path(spec.name), self.run_dir / "ready" / f"{spec.name.replace('/', '-')}.json")
+        files.ready.parent.mkdir(parents=True, exist_ok=True)
+        pinned: tuple[str, ...] = ()
+        while True:
+            flags = ("--ready-file", str(files.ready), "--die-with-parent")
+            member.started_s = self._clock.monotonic()
+            process = await Process.start((*self._program, *spec.arguments, *pinned, *flags), files)
+            member.process = process
+            self._set(member, State.STARTING)
+            code: int | None = None
+            try:
+                member.ready = await process.ready(spec.ready_timeout_s)
+            except ProcessEndedError as error:
+                code, why = error.code, str(error)
+                process.signal_group(signal.SIGKILL)
+            except TimeoutError:
+                why = f"was not ready after {spec.ready_timeout_s:g} s"
+                await process.stop(0.5)
+            else:
+                member.detail = spec.describe(member.ready)
+                self._set(member, State.READY)
+                if not first.done():
+                    pinned = spec.pin(member.ready)
+                    first.set_result(member.ready)
+                code = await process.wait()
+                why = end_text(code)
+            if not first.done():
+                self._set(member, State.FAILED, f"{spec.name} {why}")
+                first.set_exception(StartFailedError(spec.name, why, process.tail(TAIL_LINES), files.log))
+                first.exception()  # retrieved: nobody waits for it any more if the launch was cancelled
+                return
+            if code == 0 and spec.may_leave:
+                self._set(member, State.STOPPED, f"{spec.name} left (code 0); it is not restarted")
+                return
+            await self._pause(member, process, why, policy.after_end())
+            if member.state is State.FAILED:
+                return
+
+    async def _pause(self, member: Member, process: Process, why: str, delay_s: float | None) -> None:
+        lines = [f"{member.spec.name} {why}; its last lines:", *(f"  {text}" for text in process.tail(TAIL_LINES))]
+        if delay_s is None:
+            lines.append(f"{member.spec.name} keeps ending: it stays down. Log: {self.log_path(member.spec.name)}")
+            self._set(member, State.FAILED, "\n".join(lines))
+            return
+        lines.append(f"{member.spec.name} restarts in {delay_s:.1f} s")
+        self._set(member, State.RESTARTING, "\n".join(lines))
+        await asyncio.sleep(delay_s)
+
+    async def _stop(self, member: Member) -> None:
+        if member.task is not None:
+            member.task.cancel()
+            await asyncio.wait({member.task})
+            if not member.task.cancelled() and (fault := member.task.exception()) is not None:
+                self._on_change(member, f"{member.spec.name}: internal error ({type(fault).__name__}: {fault})")
+        if member.process is None or member.state in (State.FAILED, State.STOPPED):
+            return
+        self._set(member, State.STOPPING)
+        in_time = await member.process.stop(member.spec.stop_grace_s)
+        text = "" if in_time else f"{member.spec.name} did not stop within {member.spec.stop_grace_s:g} s: killed"
+        self._set(member, State.STOPPED, text)
+
+    def _set(self, member: Member, state: State, text: str = "") -> None:
+        member.state = state
+        member.since_s = self._clock.monotonic()
+        self._on_change(member, text)

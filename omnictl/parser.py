@@ -1,0 +1,168 @@
+"""Command-line parsing with help that reads the same on every Python version, and errors instead of exits."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import textwrap
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from omnicore.errors import InvalidRequestError
+
+_WIDTH = 100
+_INDENT = 30  # column where the help of a flag starts
+
+
+class HelpRequested(Exception):  # noqa: N818 -- not an error: it ends parsing with a text to print
+    """The user asked for help: ``text`` is what to print."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("help requested")
+        self.text = text
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Group:
+    """Commands that are listed together in the root help."""
+
+    title: str
+    commands: tuple[str, ...]
+
+
+class Parser(argparse.ArgumentParser):
+    """An ``ArgumentParser`` whose help looks like kubectl's and whose errors are ``InvalidRequestError``.
+
+    ``description`` says what the command does, ``examples`` are alternating comment and command lines.
+    """
+
+    def __init__(
+        self, *args: Any, examples: Sequence[str] = (), groups: Sequence[Group] = (), notes: str = "", **kwargs: Any
+    ) -> None:
+        kwargs.update(add_help=False, allow_abbrev=False)
+        super().__init__(*args, **kwargs)
+        self._examples = examples
+        self._groups = groups
+        self._notes = notes
+        self.add_argument("-h", "--help", action=_Help, nargs=0, help=argparse.SUPPRESS, default=argparse.SUPPRESS)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ``InvalidRequestError`` that names the command whose help explains more."""
+        raise usage_error(message, self.prog)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        known = [str(choice) for choice in action.choices]
+        what = "command" if isinstance(action, argparse._SubParsersAction) else _name(action)
+        near = difflib.get_close_matches(str(value), known)
+        hint = f"did you mean {max(near, key=len)!r}?" if near else f"one of: {', '.join(known)}"
+        raise usage_error(
+            f"unknown {what} {value!r}: {hint}" if what == "command" else f"{what}: {value!r} is not accepted: {hint}",
+            self.prog,
+        )
+
+    def format_help(self) -> str:
+        """What the command does, how it is called, examples, flags."""
+        blocks = [self.description or "", f"Usage:\n  {self._usage()}"]
+        if self._groups:
+            blocks += [f"{group.title}:\n" + "\n".join(self._command_rows(group)) for group in self._groups]
+        positionals = [a for a in self._positionals_only() if a.help]
+        if positionals:
+            blocks.append("Arguments:\n" + "\n".join(_row(_name(a), a.help or "") for a in positionals))
+        if self._examples:
+            blocks.append("Examples:\n" + "\n".join(f"  {line}".rstrip() for line in self._examples))
+        for group in self._action_groups[2:]:
+            flags = [a for a in group._group_actions if a.help != argparse.SUPPRESS]
+            if flags:
+                blocks.append(f"{group.title}:\n" + "\n".join(_row(_flag(a), _help(a)) for a in flags))
+        own = [a for a in self._optionals._group_actions if a.help != argparse.SUPPRESS]
+        if own:
+            blocks.insert(
+                -1 if len(self._action_groups) > 2 else len(blocks),
+                "Flags:\n" + "\n".join(_row(_flag(a), _help(a)) for a in own),
+            )
+        if self._notes:
+            blocks.append(self._notes)
+        if self._groups:
+            blocks.append('Use "omnictl COMMAND --help" for the flags and examples of a command.')
+        return "\n\n".join(block for block in blocks if block) + "\n"
+
+    def commands(self) -> dict[str, Parser]:
+        """The subcommands by name; empty for a command without."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                return {str(name): parser for name, parser in action.choices.items()}
+        return {}
+
+    def flags(self) -> list[str]:
+        """Every long flag of this command."""
+        return sorted({o for a in self._actions for o in a.option_strings if o.startswith("--")})
+
+    def positional_choices(self) -> list[str]:
+        """Values that the first positional accepts, if it is a fixed set."""
+        for action in self._positionals_only():
+            return [str(choice) for choice in action.choices or ()]
+        return []
+
+    def _positionals_only(self) -> list[argparse.Action]:
+        return [a for a in self._actions if not a.option_strings and not isinstance(a, argparse._SubParsersAction)]
+
+    def _usage(self) -> str:
+        if self.commands():
+            return f"{self.prog} COMMAND [flags]"
+        words = []
+        for action in self._positionals_only():
+            name = _name(action)
+            words.append({"?": f"[{name}]", "*": f"[{name}...]", "+": f"{name}..."}.get(str(action.nargs or ""), name))
+        required = [_flag(a, short=True) for a in self._optionals._group_actions if a.required]
+        return " ".join([self.prog, *words, *required, "[flags]"])
+
+    def _command_rows(self, group: Group) -> list[str]:
+        known = self.commands()
+        return [
+            _row(name, (known[name].description or "").split(". ")[0].split("\n")[0].rstrip("."))
+            for name in group.commands
+        ]
+
+
+def usage_error(message: str, command: str = "") -> InvalidRequestError:
+    """The error for a command line that is wrong; ``command``: whose help explains it, if not the running one's."""
+    return InvalidRequestError(message, reason="USAGE", metadata={"command": command})
+
+
+class _Help(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        raise HelpRequested(parser.format_help())
+
+
+def _name(action: argparse.Action) -> str:
+    if action.option_strings:
+        return action.option_strings[-1]
+    return str(action.metavar or action.dest.upper())
+
+
+def _flag(action: argparse.Action, *, short: bool = False) -> str:
+    names = action.option_strings[:1] if short else action.option_strings
+    text = ", ".join(names)
+    if len(action.option_strings) == 1 and not short:
+        text = text if not text.startswith("--") else f"    {text}"
+    if action.nargs == 0:
+        return text
+    return f"{text} {action.metavar or action.dest.upper()}"
+
+
+def _help(action: argparse.Action) -> str:
+    text = (action.help or "").replace("%%", "%")
+    if action.default not in (None, argparse.SUPPRESS, False, "", []) and "default" not in text:
+        text += f" (default {action.default})"
+    return text
+
+
+def _row(left: str, text: str) -> str:
+    lines = textwrap.wrap(text, _WIDTH - _INDENT - 2) or [""]
+    first = f"  {left:<{_INDENT - 2}}"
+    if len(left) > _INDENT - 4:
+        return "\n".join([f"  {left}", *(" " * _INDENT + line for line in lines)])
+    return "\n".join([(first + lines[0]).rstrip(), *(" " * _INDENT + line for line in lines[1:])])

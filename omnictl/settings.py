@@ -1,0 +1,121 @@
+"""Where to connect: flag, else environment variable, else context file."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+from omnicore import config
+from omnicore.errors import InvalidRequestError, UnavailableError
+from omnictl import context as contexts
+from omnictl.parser import usage_error
+
+DEFAULT_TIMEOUT_S = 10.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """The addresses and limits of one command."""
+
+    server: tuple[str, ...]
+    """Control planes, "host:port"; any of them will do."""
+    gateway: tuple[str, ...]
+    """Gateways, "host:port" of their gRPC side; any of them will do."""
+    gateway_http: str
+    """A gateway's HTTP address, or empty if not known."""
+    timeout_s: float
+    """For one call that is not a stream."""
+    context_path: Path
+    context: contexts.Context | None
+    """The context in force; None if there is none, or its owner is gone."""
+    stale_context: bool
+    """There is a context file, but the ``omnictl up`` that wrote it no longer runs."""
+
+    def require_server(self) -> tuple[str, ...]:
+        """The control planes; raises with what to do if none is known."""
+        return self.server or self._missing("control plane", "--server HOST:PORT", "OMNICTL_SERVER")
+
+    def require_gateway(self) -> tuple[str, ...]:
+        """The gateways; raises with what to do if none is known."""
+        return self.gateway or self._missing("gateway", "--gateway HOST:PORT", "OMNICTL_GATEWAY")
+
+    def _missing(self, what: str, flag: str, variable: str) -> tuple[str, ...]:
+        hint = f"start a cluster with 'omnictl up FILE', or pass {flag} (or set {variable})"
+        if self.stale_context:
+            raise UnavailableError(
+                f"the cluster that {self.context_path} describes has ended",
+                reason="STALE_CONTEXT",
+                metadata={"hint": hint},
+            )
+        raise InvalidRequestError(f"no {what} address", reason="NO_ADDRESS", metadata={"hint": hint})
+
+
+def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
+    """Settings from parsed global flags, ``environ`` and the context file. Raises ``InvalidRequestError``."""
+    path = contexts.context_path(environ)
+    server = _addresses(getattr(args, "server", None), "--server", environ, "OMNICTL_SERVER")
+    gateway = _addresses(getattr(args, "gateway", None), "--gateway", environ, "OMNICTL_GATEWAY")
+    gateway_http = environ.get("OMNICTL_GATEWAY_HTTP", "")
+    # Explicit addresses never mix with another cluster's: a broken context file matters only when it is needed.
+    found = contexts.load(path) if not (server and gateway) else contexts.load_or_none(path)
+    live = found if found is not None and contexts.owner_lives(found) else None
+    if live is not None:
+        if not server and not gateway and not gateway_http:
+            gateway_http = live.gateway_http
+        server = server or _split(live.server)
+        gateway = gateway or _split(live.gateway)
+    return Settings(
+        server=server,
+        gateway=gateway,
+        gateway_http=gateway_http,
+        timeout_s=_timeout(args, environ),
+        context_path=path,
+        context=live,
+        stale_context=found is not None and live is None,
+    )
+
+
+def _timeout(args: argparse.Namespace, environ: Mapping[str, str]) -> float:
+    source, raw = "--timeout", getattr(args, "timeout", None)
+    if raw is None:
+        source, raw = "OMNICTL_TIMEOUT", environ.get("OMNICTL_TIMEOUT")
+    if raw is None:
+        return DEFAULT_TIMEOUT_S
+    return seconds(raw, source)
+
+
+def seconds(text: str, source: str) -> float:
+    """ "30", "30s", "2m", "500ms" or "1h" in seconds, above 0. Raises ``InvalidRequestError`` naming ``source``."""
+    units = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+    number, factor = text.strip(), 1.0
+    for unit in ("ms", "s", "m", "h"):
+        if number.endswith(unit):
+            number, factor = number[: -len(unit)], units[unit]
+            break
+    try:
+        value = float(number) * factor
+        config.positive(value)
+    except ValueError:
+        raise usage_error(f"{source}: must be a duration above 0 such as 30, 500ms, 10s or 2m, got {text!r}") from None
+    return value
+
+
+def _addresses(flag: str | None, name: str, environ: Mapping[str, str], variable: str) -> tuple[str, ...]:
+    source, raw = (name, flag) if flag is not None else (variable, environ.get(variable, ""))
+    parts = _split(raw or "")
+    if flag is not None and not parts:
+        raise usage_error(f"{source}: must be host:port, got {flag!r}")
+    for part in parts:
+        try:
+            config.host_port(part)
+        except ValueError as error:
+            raise InvalidRequestError(f"{source}: {error}", reason="USAGE") from None
+        if part.endswith(":0"):
+            raise InvalidRequestError(f"{source}: {part!r} has no port", reason="USAGE")
+    return parts
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())

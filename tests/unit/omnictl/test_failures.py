@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+
+from omnicore import errors
+from omnictl import failures
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            errors.NotFoundError("no pipeline 'x'; known: speech"),
+            "error: no pipeline 'x'; known: speech\nhint: 'omnictl get pipelines|stages|replicas' lists what exists",
+        ),
+        (errors.ResourceExhaustedError("too many requests", retry_after_s=1.5), "hint: try again in 1.5 s"),
+        (errors.InvalidRequestError("bad", reason="USAGE"), "hint: see 'omnictl get --help'"),
+        (errors.UnavailableError("x", metadata={"hint": "do this"}), "hint: do this"),
+        (errors.InternalError("broken"), "error: broken"),
+        (
+            errors.InvalidRequestError(
+                "2 faults", violations=[errors.FieldViolation("a", "is b"), errors.FieldViolation("c", "is d")]
+            ),
+            "error: 2 faults\n  a: is b\n  c: is d",
+        ),
+        # Not said twice.
+        (errors.InvalidRequestError.field("model", "is required"), "error: model: is required"),
+    ],
+)
+def test_rendering(error: errors.OmniError, text: str) -> None:
+    rendered = failures.render(error, "omnictl get")
+    assert rendered == text or rendered.endswith(text)
+
+
+def test_what_a_server_says_cannot_draw_on_the_terminal() -> None:
+    rendered = failures.render(errors.InternalError("a\x1b[2J\r\nb"))
+    assert rendered == "error: a [2J b"
+
+
+def test_faults_of_a_deploy_file_one_a_line() -> None:
+    error = errors.InvalidRequestError(
+        "2 faults",
+        violations=[errors.FieldViolation("stages[0].engin", "unknown key"), errors.FieldViolation("", "no stages")],
+    )
+    assert failures.violations_of(error, "a.yaml") == [
+        "a.yaml: stages[0].engin: unknown key",
+        "a.yaml: no stages",
+    ]
+    assert failures.violations_of(errors.InvalidRequestError("not YAML"), "a.yaml") == ["a.yaml: not YAML"]

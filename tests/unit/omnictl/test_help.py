@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+
+from omnicore.errors import InvalidRequestError
+from omnictl.cli import main
+from omnictl.commands import build_parser
+from omnictl.commands.completion import script
+from omnictl.parser import HelpRequested
+from tests.unit.omnictl import snapshot
+
+COMMANDS = sorted(build_parser().commands())
+
+
+def test_root_help() -> None:
+    snapshot.check("help", build_parser().format_help())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_every_command(command: str) -> None:
+    with pytest.raises(HelpRequested) as asked:
+        build_parser().parse_args([command, "--help"])
+    snapshot.check(f"help_{command}", asked.value.text)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_examples_that_parse(command: str) -> None:
+    text = build_parser().commands()[command].format_help()
+    examples = [line.strip() for line in text.splitlines() if line.strip().startswith("omnictl ")]
+    assert len(examples) >= 2  # the usage line and one example at least
+    for example in examples[1:]:
+        words = example.split("|")[0].split("<")[0].split(">")[0].replace('"Why is the sky blue?"', "Why").split()
+        build_parser().parse_args(words[1:])
+
+
+def test_no_line_of_help_is_too_wide() -> None:
+    texts = [build_parser().format_help(), *(p.format_help() for p in build_parser().commands().values())]
+    assert max(len(line) for text in texts for line in text.splitlines()) <= 110
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["gett"], "unknown command 'gett': did you mean 'get'?"),
+        (["frobnicate"], "unknown command 'frobnicate': one of: "),
+        (["get", "replica", "-o", "jsn"], "--output: 'jsn' is not accepted: did you mean 'json'?"),
+        (["get", "repliicas"], "KIND: 'repliicas' is not accepted: did you mean 'replicas'?"),
+        (["get"], "KIND"),
+        (["get", "replicas", "--wat"], "unrecognized arguments: --wat"),
+    ],
+)
+def test_wrong_command_lines_say_what_is_accepted(argv: list[str], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape(message)) as caught:
+        build_parser().parse_args(argv)
+    assert caught.value.reason == "USAGE"
+
+
+def test_a_wrong_command_line_is_an_error_line_a_hint_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["get", "pods"]) == 2
+    assert capsys.readouterr().err.splitlines()[1] == "hint: see 'omnictl get --help'"
+
+
+def test_global_flags_work_on_both_sides_of_the_command() -> None:
+    parser = build_parser()
+    assert parser.parse_args(["--server", "a:1", "status"]).server == "a:1"
+    assert parser.parse_args(["status", "--server", "a:1"]).server == "a:1"
+    assert parser.parse_args(["status"]).server is None
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("omnictl g", ["get"]), ("omnictl get pi", ["pipelines", "pipeline"]), ("omnictl get replicas --wa", ["--watch"])],
+)
+def test_bash_completion_completes(line: str, expected: list[str]) -> None:
+    words = line.split()
+    program = (
+        f"{script('bash', build_parser())}\nCOMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _omnictl\n"
+        'printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True, timeout=20)
+    assert sorted(done.stdout.split()) == sorted(expected)
