@@ -1,4 +1,5 @@
-"""Routes every request over its pipeline's stage graph and speaks OpenAI HTTP and gRPC. Stateless.
+"""Stateless front: OpenAI HTTP and gRPC in, stage calls out.
 
-Enters here: request flow, routing, client protocols. Must not: etcd, YAML, engines, connectors.
+Enters here: client protocols, routing, the flow of a request over the stage graph. Must not: etcd, engines, bulk
+bytes between stages, deploy YAML. Everything here can be lost and restarted; truth comes from the control plane.
 """

@@ -1,0 +1,137 @@
+"""The gateway process: startup, serve, drain."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+
+import grpc.aio
+
+from gateway.admission import Admission
+from gateway.config import GatewayConfig
+from gateway.control_plane_watch import ControlPlaneWatch
+from gateway.grpc_api import SERVICE_NAMES, InferenceServicer, RouterServicer
+from gateway.http.asgi import GatewayApp
+from gateway.http.server import HttpServer
+from gateway.http.service import HttpLimits, HttpService
+from gateway.metrics import GatewayMetrics
+from gateway.orchestrator import Orchestrator
+from gateway.replica_table import ReplicaTable
+from gateway.router import Router
+from gateway.routes import RouteTable
+from omni.v1 import inference_service_pb2_grpc, router_service_pb2_grpc
+from omnicore import config as configuration
+from omnicore import rpc
+from omnicore.log import get_logger, setup_logging
+from omnicore.process import Shutdown, die_with_parent, run, write_ready_file
+
+_log = get_logger(__name__)
+
+# What a StageCall carries besides its prompt is far below this.
+_CALL_OVERHEAD_BYTES = 64 * 1024
+
+
+class Gateway:
+    """All parts of one gateway, wired: ``start``, then ``drain`` and ``close``."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.config = config
+        self.gateway_id = f"{socket.gethostname()}-{os.getpid()}"
+        self.table = ReplicaTable()
+        self.router = Router(
+            self.table,
+            policy=config.balancing_policy,
+            gateway_id=self.gateway_id,
+            max_wait_s=config.route_wait_s,
+        )
+        self.metrics = GatewayMetrics()
+        self.orchestrator = Orchestrator(
+            self.router,
+            Admission(config.max_inflight, config.max_queued, config.queue_timeout_s),
+            retry_limit=config.retry_limit,
+            buffer_limit_bytes=config.stream_buffer_bytes,
+            kept_requests=config.kept_requests,
+            on_end=self.metrics.request_ended,
+        )
+        self.watch = ControlPlaneWatch(config.control_plane, self.table)
+        self.metrics.watch(self.router, self.orchestrator, self.watch)
+        self.routes = RouteTable(self.router)
+        self._max_prompt_bytes = rpc.MAX_MESSAGE_BYTES - _CALL_OVERHEAD_BYTES
+        self._http: HttpServer | None = None
+        self._grpc: rpc.RunningServer | None = None
+
+    async def start(self) -> dict[str, str]:
+        """Follow the control plane and listen; returns the addresses. Raises ``UnavailableError`` for a taken port."""
+        limits = HttpLimits(
+            max_body_bytes=self.config.max_body_bytes,
+            max_prompt_bytes=self._max_prompt_bytes,
+            request_timeout_s=self.config.request_timeout_s,
+            keepalive_s=self.config.keepalive_s,
+        )
+        app = GatewayApp(HttpService(self.orchestrator, self.router, self.metrics, limits))
+        http_host, http_port = configuration.split_host_port(self.config.http)
+        self._http = HttpServer(app, http_host, http_port)
+        grpc_host, grpc_port = configuration.split_host_port(self.config.grpc)
+        self._grpc = await rpc.serve(self._add_servicers, SERVICE_NAMES, host=grpc_host, port=grpc_port)
+        self.watch.start()
+        await self._http.start()
+        await self._grpc.set_serving(True)
+        return {"http": _address(http_host, self._http.port), "grpc": _address(grpc_host, self._grpc.port)}
+
+    async def drain(self) -> None:
+        """Say not ready, admit nothing new, let running requests end, up to the drain timeout."""
+        if self._grpc is not None:
+            await self._grpc.set_serving(False)
+        done = await self.orchestrator.drain(self.config.drain_timeout_s)
+        _log.info("drained" if done else "drain timeout: the requests still running have failed")
+
+    async def close(self) -> None:
+        """Close servers, requests, sessions and watches, in this order."""
+        if self._http is not None:
+            await self._http.close()
+        if self._grpc is not None:
+            await self._grpc.stop(grace_s=1.0)
+        await self.orchestrator.close()
+        await self.watch.close()
+        await self.router.close()
+
+    def _add_servicers(self, server: grpc.aio.Server) -> None:
+        inference = InferenceServicer(
+            self.orchestrator,
+            self.router,
+            request_timeout_s=self.config.request_timeout_s,
+            max_prompt_bytes=self._max_prompt_bytes,
+        )
+        inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server)
+        router_service_pb2_grpc.add_RouterServiceServicer_to_server(RouterServicer(self.router, self.routes), server)
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def serve(config: GatewayConfig) -> int:
+    """Run until SIGTERM or SIGINT; returns the exit code."""
+    shutdown = Shutdown()
+    shutdown.install()
+    gateway = Gateway(config)
+    try:
+        addresses = await gateway.start()
+        write_ready_file(config.ready_file, addresses)
+        _log.info("gateway serving", **addresses, gateway_id=gateway.gateway_id)
+        await shutdown.wait()
+        await gateway.drain()
+    finally:
+        await gateway.close()
+    _log.info("gateway stopped")
+    return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """``omniplane gateway``."""
+    config = configuration.parse(GatewayConfig, argv, program="omniplane gateway", component="gateway")
+    setup_logging("gateway", config.log_level, config.log_json)
+    if config.die_with_parent:
+        die_with_parent()
+    return run(serve(config))

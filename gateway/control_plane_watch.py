@@ -1,0 +1,131 @@
+"""Follows a control plane's WatchPipelines and WatchReplicas into the table, for as long as the gateway runs.
+
+Any control plane of the list will do: revisions are the store's, so a watch resumes where the last one broke, at
+another address. While none answers, the table stays as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import grpc.aio
+
+from gateway.replica_table import ReplicaTable
+from omni.v1 import (
+    pipeline_service_pb2,
+    pipeline_service_pb2_grpc,
+    registry_service_pb2,
+    registry_service_pb2_grpc,
+)
+from omnicore import errors, rpc
+from omnicore.backoff import Backoff
+from omnicore.log import get_logger
+
+_log = get_logger(__name__)
+
+# Bookmarks come every few seconds; a stream silent for this long has lost its server without our noticing.
+SILENCE_LIMIT_S = 30.0
+
+
+class ControlPlaneWatch:
+    """Two resumable watches over a list of control planes."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        table: ReplicaTable,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        silence_limit_s: float = SILENCE_LIMIT_S,
+    ) -> None:
+        self._addresses = tuple(addresses)
+        self._table = table
+        self._credentials = credentials
+        self._silence_limit_s = silence_limit_s
+        self._connected = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def connected(self) -> bool:
+        """Both watches have heard from a control plane and not lost it since."""
+        return self._connected == 2
+
+    def start(self) -> None:
+        """Begin, in tasks that this object owns."""
+        self._tasks = [
+            asyncio.create_task(self._follow("pipelines", self._watch_pipelines)),
+            asyncio.create_task(self._follow("replicas", self._watch_replicas)),
+        ]
+
+    async def close(self) -> None:
+        """Stop following. May be called more than once."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+
+    async def _follow(
+        self, what: str, watch: Callable[[grpc.aio.Channel, Callable[[], None]], Awaitable[None]]
+    ) -> None:
+        backoff = Backoff()
+        turn = 0
+        while True:
+            address = self._addresses[turn % len(self._addresses)]
+            turn += 1
+            heard = False
+
+            def on_message(address: str = address) -> None:
+                nonlocal heard
+                if not heard:
+                    heard = True
+                    self._connected += 1
+                    backoff.reset()
+                    _log.info("control plane connected", address=address, watch=what)
+
+            channel = rpc.channel(address, self._credentials)
+            try:
+                await watch(channel, on_message)
+                reason = "the stream ended"
+            except grpc.aio.AioRpcError as error:
+                reason = errors.from_rpc_error(error).message
+            except TimeoutError:
+                reason = f"silent for {self._silence_limit_s:g} s"
+            except Exception:  # noqa: BLE001 -- logged, and the watch begins again
+                # A message that we cannot take in must not end the watch for good.
+                _log.exception("control plane message failed", address=address, watch=what)
+                reason = "a message could not be taken in"
+            finally:
+                self._connected -= heard
+                await channel.close(None)
+            delay_s = backoff.next_delay_s()
+            _log.warning("control plane away", address=address, watch=what, reason=reason, retry_in_s=f"{delay_s:.2f}")
+            await asyncio.sleep(delay_s)
+
+    async def _watch_pipelines(self, channel: grpc.aio.Channel, on_message: Callable[[], None]) -> None:
+        request = pipeline_service_pb2.WatchPipelinesRequest(resume_revision=self._table.pipeline_revision)
+        call = pipeline_service_pb2_grpc.PipelineServiceStub(channel).WatchPipelines(request)
+        while True:
+            message = await asyncio.wait_for(call.read(), self._silence_limit_s)
+            if not isinstance(message, pipeline_service_pb2.WatchPipelinesResponse):
+                return
+            self._table.apply_pipelines(
+                message.changed, message.removed, snapshot=message.snapshot, revision=message.revision
+            )
+            on_message()
+
+    async def _watch_replicas(self, channel: grpc.aio.Channel, on_message: Callable[[], None]) -> None:
+        request = registry_service_pb2.WatchReplicasRequest(resume_revision=self._table.revision)
+        call = registry_service_pb2_grpc.RegistryServiceStub(channel).WatchReplicas(request)
+        while True:
+            message = await asyncio.wait_for(call.read(), self._silence_limit_s)
+            if not isinstance(message, registry_service_pb2.WatchReplicasResponse):
+                return
+            self._table.apply_replicas(
+                message.changed,
+                message.removed,
+                snapshot=message.snapshot,
+                revision=message.revision,
+                stale=message.stale,
+            )
+            on_message()

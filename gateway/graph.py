@@ -1,0 +1,131 @@
+"""The stage graph of a pipeline, and which part of it a request needs. Pure.
+
+A request enters at one stage and wants some modalities back. It needs exactly the stages that lie on a path from the
+entry to a stage whose final output it wants; only the edges among those carry data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+from omni.v1 import pipeline_pb2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageStep:
+    """One needed stage of a request."""
+
+    stage: pipeline_pb2.Stage
+    inputs: tuple[pipeline_pb2.Edge, ...]
+    """Edges from needed stages, by ascending producer."""
+    outputs: tuple[pipeline_pb2.Edge, ...]
+    """Edges to needed stages, by ascending consumer."""
+    is_entry: bool
+    emits: bool
+    """Its output goes to the client."""
+
+    @property
+    def stage_id(self) -> int:
+        """Logical stage id."""
+        return self.stage.stage_id
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RoutePlan:
+    """The stages of one kind of request, producers before their consumers."""
+
+    steps: tuple[StageStep, ...]
+    async_chunk: bool
+    connectors: Mapping[str, str]
+    """Connector name, as edges say it, to its kind."""
+
+    def connector_kind(self, edge: pipeline_pb2.Edge) -> str:
+        """What to publish with on this edge; "auto" where the edge does not say."""
+        return self.connectors.get(edge.connector, edge.connector) or "auto"
+
+
+class PipelineGraph:
+    """A pipeline with what is derived from it. Immutable; plans are kept, since requests come in few kinds."""
+
+    def __init__(self, pipeline: pipeline_pb2.Pipeline) -> None:
+        self.pipeline = pipeline
+        self.name = pipeline.name
+        self.stages: dict[int, pipeline_pb2.Stage] = {stage.stage_id: stage for stage in pipeline.stages}
+        self.entrypoints: dict[str, int] = dict(pipeline.entrypoints)
+        self._plans: dict[tuple[int, frozenset[str]], RoutePlan] = {}
+
+    @property
+    def tasks(self) -> list[str]:
+        """What can be asked of it: "chat", "speech", …"""
+        return sorted(self.entrypoints)
+
+    def modalities(self, task: str | None = None) -> list[str]:
+        """Output modalities in order of their stages: those that ``task`` can reach, or all."""
+        reachable = set(self.stages)
+        if task is not None:
+            reachable = self._closure({self.entrypoints[task]}, forward=True)
+        found = [
+            stage.final_output_type
+            for stage_id, stage in sorted(self.stages.items())
+            if stage.final_output and stage_id in reachable
+        ]
+        return list(dict.fromkeys(found))
+
+    def plan(self, task: str, modalities: Iterable[str]) -> RoutePlan:
+        """The stages that ``task`` needs for ``modalities``.
+
+        Raises ``KeyError`` for a task that is not offered and ``ValueError`` for a modality that it cannot reach;
+        validation has refused both before.
+        """
+        wanted = frozenset(modalities)
+        entry = self.entrypoints[task]
+        if (known := self._plans.get((entry, wanted))) is not None:
+            return known
+        if missing := wanted - set(self.modalities(task)):
+            raise ValueError(f"{task} of {self.name} has no {', '.join(sorted(missing))}")
+        emitters = {s.stage_id for s in self.stages.values() if s.final_output and s.final_output_type in wanted}
+        below = self._closure({entry}, forward=True)
+        needed = below & self._closure(emitters & below, forward=False)
+        steps = tuple(self._step(stage_id, entry, needed, emitters) for stage_id in self._ordered(needed))
+        kinds = {connector.name: connector.kind for connector in self.pipeline.connectors}
+        plan = RoutePlan(steps, self.pipeline.async_chunk, kinds)
+        self._plans[entry, wanted] = plan
+        return plan
+
+    def _step(self, stage_id: int, entry: int, needed: set[int], emitters: set[int]) -> StageStep:
+        edges = [e for e in self.pipeline.edges if e.from_stage in needed and e.to_stage in needed]
+        return StageStep(
+            stage=self.stages[stage_id],
+            inputs=tuple(sorted((e for e in edges if e.to_stage == stage_id), key=lambda e: e.from_stage)),
+            outputs=tuple(sorted((e for e in edges if e.from_stage == stage_id), key=lambda e: e.to_stage)),
+            is_entry=stage_id == entry,
+            emits=stage_id in emitters,
+        )
+
+    def _closure(self, start: set[int], *, forward: bool) -> set[int]:
+        found, frontier = set(start), list(start)
+        while frontier:
+            here = frontier.pop()
+            for edge in self.pipeline.edges:
+                source, target = (edge.from_stage, edge.to_stage) if forward else (edge.to_stage, edge.from_stage)
+                if source == here and target not in found:
+                    found.add(target)
+                    frontier.append(target)
+        return found
+
+    def _ordered(self, needed: set[int]) -> Sequence[int]:
+        """Producers first; the plan is acyclic (the control plane checked), so this ends."""
+        ordered: list[int] = []
+        left = set(needed)
+        while left:
+            free = sorted(
+                stage_id
+                for stage_id in left
+                if not any(e.to_stage == stage_id and e.from_stage in left for e in self.pipeline.edges)
+            )
+            if not free:
+                raise ValueError(f"pipeline {self.name} has a cycle among stages {sorted(left)}")
+            ordered += free
+            left -= set(free)
+        return ordered

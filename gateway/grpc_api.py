@@ -1,0 +1,200 @@
+"""InferenceService and RouterService: the same validation, flow and pools as over HTTP, typed."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Sequence
+
+from gateway import validation
+from gateway.orchestrator import Orchestrator
+from gateway.request import RequestSpec, RequestState, TimelineEntry
+from gateway.router import Router
+from gateway.routes import RouteTable
+from omni.v1 import (
+    inference_service_pb2,
+    inference_service_pb2_grpc,
+    router_service_pb2,
+    router_service_pb2_grpc,
+    stage_service_pb2,
+)
+from omnicore import errors, rpc
+
+SERVICE_NAMES = ("omni.v1.InferenceService", "omni.v1.RouterService")
+
+
+class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
+    """What the OpenAI endpoints do, typed."""
+
+    def __init__(
+        self, orchestrator: Orchestrator, router: Router, *, request_timeout_s: float, max_prompt_bytes: int
+    ) -> None:
+        self._orchestrator = orchestrator
+        self._router = router
+        self._request_timeout_s = request_timeout_s
+        self._max_prompt_bytes = max_prompt_bytes
+
+    async def Generate(  # noqa: N802 -- the proto's name
+        self, request: inference_service_pb2.GenerateRequest, context: rpc.ServicerContext
+    ) -> AsyncIterator[inference_service_pb2.GenerateResponse]:
+        """Run one request; cancelling the call aborts it."""
+        spec = self._spec(request, dict(context.invocation_metadata() or ()))
+        state = await self._orchestrator.submit(spec)
+        try:
+            while True:
+                events = await state.next()
+                done = state.status == "finished"
+                if events or done:
+                    yield _response(state, events, done)
+                if done:
+                    return
+        finally:
+            state.abort("the client cancelled the call")
+
+    async def Abort(  # noqa: N802 -- the proto's name
+        self, request: inference_service_pb2.InferenceServiceAbortRequest, context: rpc.ServicerContext
+    ) -> inference_service_pb2.InferenceServiceAbortResponse:
+        """End a request of any client."""
+        if not request.request_id:
+            raise errors.InvalidRequestError.field("request_id", "required")
+        found = self._orchestrator.abort(request.request_id, "asked to by InferenceService.Abort")
+        return inference_service_pb2.InferenceServiceAbortResponse(found=found)
+
+    async def ListModels(  # noqa: N802 -- the proto's name
+        self, request: inference_service_pb2.ListModelsRequest, context: rpc.ServicerContext
+    ) -> inference_service_pb2.ListModelsResponse:
+        """Every pipeline that can serve now."""
+        ready = self._router.ready_pipelines()
+        pipelines = self._router.table.pipelines
+        return inference_service_pb2.ListModelsResponse(
+            models=[
+                inference_service_pb2.Model(
+                    id=name, tasks=pipelines[name].tasks, modalities=pipelines[name].modalities(), ready=True
+                )
+                for name in sorted(ready)
+                if ready[name]
+            ]
+        )
+
+    async def GetRequest(  # noqa: N802 -- the proto's name
+        self, request: inference_service_pb2.GetRequestRequest, context: rpc.ServicerContext
+    ) -> inference_service_pb2.GetRequestResponse:
+        """The timeline of a request."""
+        record = self._orchestrator.find(request.request_id)
+        if record is None:
+            raise errors.NotFoundError(
+                f"no request {request.request_id!r} runs here or ended lately",
+                reason="REQUEST_NOT_FOUND",
+                metadata={"request_id": request.request_id},
+            )
+        return inference_service_pb2.GetRequestResponse(
+            request_id=record.request_id,
+            status=record.status,
+            timeline=[_timeline_event(entry) for entry in record.timeline],
+        )
+
+    def _spec(self, request: inference_service_pb2.GenerateRequest, metadata: dict[str, str | bytes]) -> RequestSpec:
+        graph = validation.find_pipeline(self._router.table.pipelines, request.model)
+        task = request.task or "chat"
+        validation.check_task(graph, task)
+        modalities = validation.check_modalities(graph, task, list(request.modalities) or None)
+        validation.check_prompt(request.prompt, self._max_prompt_bytes)
+        validation.check_sampling(request.sampling, "sampling.")
+        validation.check_speech(request.speech)
+        validation.check_id("request_id", request.request_id)
+        validation.check_id("session_id", request.session_id)
+        timeout_s = self._request_timeout_s
+        if request.HasField("timeout"):
+            asked_s = request.timeout.ToNanoseconds() / 1e9
+            if asked_s <= 0:
+                raise errors.InvalidRequestError.field("timeout", "must be above 0")
+            timeout_s = min(timeout_s, asked_s)
+        trace_parent = metadata.get("traceparent", "")
+        fresh = secrets.token_hex(16)
+        return RequestSpec(
+            request_id=request.request_id or f"gen-{fresh}",
+            graph=graph,
+            task=task,
+            modalities=modalities,
+            prompt=request.prompt,
+            sampling=request.sampling,
+            speech=request.speech,
+            timeout_s=timeout_s,
+            session_id=request.session_id,
+            trace_parent=trace_parent if isinstance(trace_parent, str) else "",
+            # Two gateways may be given the same client id at the same time; workers must tell them apart.
+            wire_id=f"{request.request_id}.{fresh[:12]}" if request.request_id else "",
+        )
+
+
+class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
+    """Routing decisions for callers that send requests themselves."""
+
+    def __init__(self, router: Router, routes: RouteTable) -> None:
+        self._router = router
+        self._routes = routes
+
+    async def Route(  # noqa: N802 -- the proto's name
+        self, request: router_service_pb2.RouteRequest, context: rpc.ServicerContext
+    ) -> router_service_pb2.RouteResponse:
+        """Pick a replica and bind the request to it."""
+        if not request.request_id:
+            raise errors.InvalidRequestError.field("request_id", "required")
+        validation.check_id("request_id", request.request_id)
+        validation.check_id("session_id", request.session_id)
+        if not request.HasField("stage") or not request.stage.pipeline:
+            raise errors.InvalidRequestError.field("stage", "required; pipeline and stage_id")
+        max_wait_s: float | None = None
+        if request.HasField("max_wait"):
+            max_wait_s = request.max_wait.ToNanoseconds() / 1e9
+            if max_wait_s < 0:
+                raise errors.InvalidRequestError.field("max_wait", "must be 0 or more")
+        held, bound = await self._routes.route(
+            request.request_id,
+            (request.stage.pipeline, request.stage.stage_id),
+            affinity_from=request.affinity_from,
+            session_id=request.session_id,
+            exclude=frozenset(request.exclude),
+            max_wait_s=max_wait_s,
+        )
+        record = held.slot.view.record
+        return router_service_pb2.RouteResponse(
+            replica=record.ref,
+            endpoint=record.endpoint,
+            reason="bound" if bound else held.reason,
+            revision=self._router.table.revision,
+        )
+
+    async def Release(  # noqa: N802 -- the proto's name
+        self, request: router_service_pb2.RouterServiceReleaseRequest, context: rpc.ServicerContext
+    ) -> router_service_pb2.RouterServiceReleaseResponse:
+        """End a binding."""
+        if not request.request_id:
+            raise errors.InvalidRequestError.field("request_id", "required")
+        stage = (request.stage.pipeline, request.stage.stage_id) if request.HasField("stage") else None
+        return router_service_pb2.RouterServiceReleaseResponse(released=self._routes.release(request.request_id, stage))
+
+
+def _response(
+    state: RequestState, events: Sequence[stage_service_pb2.StageEvent], done: bool
+) -> inference_service_pb2.GenerateResponse:
+    """One message for all that arrived since the last one."""
+    response = inference_service_pb2.GenerateResponse(
+        request_id=state.request_id,
+        text="".join(event.text for event in events),
+        media=b"".join(event.media for event in events),
+    )
+    for event in events:
+        response.token_ids.extend(event.token_ids)
+        if event.HasField("media_info"):
+            response.media_info.CopyFrom(event.media_info)
+    if done:
+        response.finish.reason = state.finish_reason or "stop"
+        response.finish.prompt_tokens = state.usage.prompt_tokens
+        response.finish.completion_tokens = state.usage.completion_tokens
+    return response
+
+
+def _timeline_event(entry: TimelineEntry) -> inference_service_pb2.TimelineEvent:
+    event = inference_service_pb2.TimelineEvent(event=entry.event, detail=entry.detail, replica=entry.ref)
+    event.time.FromNanoseconds(int(entry.time_s * 1e9))
+    return event

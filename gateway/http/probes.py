@@ -1,0 +1,79 @@
+"""GET /v1/models, /health, /ready, /metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from gateway.http.exchange import Exchange
+from gateway.http.service import HttpService
+from gateway.validation import find_pipeline
+from omnicore.clock import SYSTEM_CLOCK
+
+
+class Probes:
+    """What tells about the gateway, its models and its metrics."""
+
+    def __init__(self, service: HttpService) -> None:
+        self._service = service
+        self._started_s = SYSTEM_CLOCK.monotonic()
+
+    async def models(self, exchange: Exchange) -> None:
+        """The pipelines that can serve now."""
+        ready = self._service.router.ready_pipelines()
+        await exchange.json({"object": "list", "data": [self._model(name) for name in sorted(ready) if ready[name]]})
+
+    async def model(self, exchange: Exchange) -> None:
+        """One pipeline, also while it cannot serve; ``ready`` tells."""
+        name = exchange.scope["path_params"]["model"]
+        find_pipeline(self._service.pipelines, name)
+        await exchange.json(self._model(name))
+
+    async def health(self, exchange: Exchange) -> None:
+        """The process works. Replicas that are missing do not make it ill: restarting it would not bring them."""
+        ready = self._service.router.ready_pipelines()
+        degraded = not ready or not all(ready.values()) or not self._service.metrics.control_plane_connected
+        uptime_s = round(SYSTEM_CLOCK.monotonic() - self._started_s, 1)
+        await exchange.json({"status": "ok", "degraded": degraded, "uptime_s": uptime_s})
+
+    async def ready(self, exchange: Exchange) -> None:
+        """200 if requests for at least one pipeline can be served, 503 otherwise and while shutting down."""
+        router, orchestrator = self._service.router, self._service.orchestrator
+        ready = router.ready_pipelines()
+        draining = orchestrator.admission.draining
+        payload = {
+            "ready": any(ready.values()) and not draining,
+            "draining": draining,
+            "control_plane_connected": self._service.metrics.control_plane_connected,
+            "stale": router.table.stale,
+            "revision": router.table.revision,
+            "inflight_requests": orchestrator.admission.inflight,
+            "pipelines": {
+                name: {
+                    "ready": ready[name],
+                    "routable_replicas": {
+                        str(stage_id): router.pools[name, stage_id].routable for stage_id in sorted(graph.stages)
+                    },
+                }
+                for name, graph in sorted(router.table.pipelines.items())
+            },
+        }
+        await exchange.json(payload, 200 if payload["ready"] else 503)
+
+    async def metrics(self, exchange: Exchange) -> None:
+        """Prometheus' text format."""
+        headers = ((b"content-type", CONTENT_TYPE_LATEST.encode()),)
+        await exchange.respond(200, self._service.metrics.scrape(), headers)
+
+    def _model(self, name: str) -> dict[str, Any]:
+        graph = self._service.pipelines[name]
+        return {
+            "id": name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "omniplane",
+            "tasks": graph.tasks,
+            "modalities": graph.modalities(),
+            "ready": self._service.router.ready_pipelines()[name],
+        }

@@ -1,0 +1,70 @@
+"""What the HTTP handlers work with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from gateway.graph import PipelineGraph
+from gateway.http.exchange import Exchange
+from gateway.metrics import GatewayMetrics
+from gateway.orchestrator import Orchestrator
+from gateway.request import RequestSpec, RequestState
+from gateway.router import Router
+from omni.v1 import prompt_pb2, sampling_pb2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Bounds of the HTTP surface."""
+
+    max_body_bytes: int
+    max_prompt_bytes: int
+    """After decoding; bounded by the message size between gateway and worker."""
+    request_timeout_s: float
+    keepalive_s: float
+    """A silent event stream gets a comment this often."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HttpService:
+    """The parts of the gateway that handlers may use."""
+
+    orchestrator: Orchestrator
+    router: Router
+    metrics: GatewayMetrics
+    limits: HttpLimits
+
+    @property
+    def pipelines(self) -> Mapping[str, PipelineGraph]:
+        """What can be asked for."""
+        return self.router.table.pipelines
+
+    async def begin(
+        self,
+        exchange: Exchange,
+        request_id: str,
+        graph: PipelineGraph,
+        task: str,
+        modalities: tuple[str, ...],
+        prompt: prompt_pb2.Prompt,
+        sampling: sampling_pb2.SamplingParams,
+        speech: prompt_pb2.SpeechOptions,
+        session_id: str,
+    ) -> RequestState:
+        """Submit a valid request; the client's leaving aborts it."""
+        spec = RequestSpec(
+            request_id=request_id,
+            graph=graph,
+            task=task,
+            modalities=modalities,
+            prompt=prompt,
+            sampling=sampling,
+            speech=speech,
+            timeout_s=self.limits.request_timeout_s,
+            session_id=session_id,
+            trace_parent=exchange.header(b"traceparent").decode("latin-1"),
+        )
+        state = await self.orchestrator.submit(spec)
+        exchange.abort_on_disconnect(state)
+        return state

@@ -1,0 +1,67 @@
+"""POST /v1/audio/speech: text in, audio out, sent as it is made."""
+
+from __future__ import annotations
+
+from gateway.http import audio
+from gateway.http.exchange import Exchange, new_id
+from gateway.http.pacing import Pacer
+from gateway.http.service import HttpService
+from gateway.http.speech_schema import parse_speech
+from gateway.request import RequestState
+from omni.v1 import stage_service_pb2
+from omnicore import errors
+from omnicore.log import get_logger
+
+_log = get_logger(__name__)
+
+
+class SpeechEndpoint:
+    """Streams WAV (its header says that the length is unknown) or bare PCM."""
+
+    def __init__(self, service: HttpService) -> None:
+        self._service = service
+
+    async def __call__(self, exchange: Exchange) -> None:
+        """Handle one request. A failure after the first bytes breaks the connection: there is no other sign."""
+        limits = self._service.limits
+        body = await exchange.read_json(limits.max_body_bytes)
+        asked = parse_speech(body, self._service.pipelines, limits.max_prompt_bytes)
+        state = await self._service.begin(
+            exchange, new_id("speech-"), asked.graph, "speech", ("audio",), asked.prompt, asked.sampling,
+            asked.speech, asked.session_id,
+        )  # fmt: skip
+        try:
+            with Pacer(state, limits.keepalive_s) as pacer:
+                await self._stream(exchange, state, pacer, asked.response_format)
+        except errors.OmniError as error:
+            if not exchange.started:
+                raise
+            # The response stays incomplete, so the server closes the connection.
+            _log.warning("speech broke off", request_id=state.request_id, reason=error.message)
+        finally:
+            state.abort("its response has ended")
+
+    async def _stream(self, exchange: Exchange, state: RequestState, pacer: Pacer, response_format: str) -> None:
+        while True:
+            events = await state.next()
+            done = state.status == "finished"
+            data = b"".join(event.media for event in events)
+            pacer.send_begins()
+            if not exchange.started and (data or done):
+                info = audio.pcm_info(events)
+                await exchange.start(200, _headers(info, response_format, state.request_id))
+                if response_format == "wav":
+                    data = audio.wav_header(info, len(data) if done else None) + data
+            if data or done:
+                await exchange.body(data, more=not done)
+            if done:
+                return
+            pacer.send_ended()
+
+
+def _headers(
+    info: stage_service_pb2.MediaInfo, response_format: str, request_id: str
+) -> tuple[tuple[bytes, bytes], ...]:
+    facts = b"rate=%d;channels=%d" % (info.sample_rate_hz, info.channels)
+    content_type = b"audio/wav" if response_format == "wav" else b"audio/pcm;" + facts
+    return (b"content-type", content_type), (b"x-speech-id", request_id.encode())

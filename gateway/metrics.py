@@ -1,0 +1,117 @@
+"""The gateway's metrics: counted where they happen, or read from its tables when scraped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from gateway.control_plane_watch import ControlPlaneWatch
+from gateway.orchestrator import Orchestrator
+from gateway.request import RequestState
+from gateway.router import Router
+from omnicore import metrics
+
+
+class GatewayMetrics:
+    """Observes every request's end, and everything else at scrape time: nothing is paid per token."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._control_plane: ControlPlaneWatch | None = None
+        self._requests = metrics.GATEWAY_REQUESTS.counter(self.registry)
+        self._seconds = metrics.GATEWAY_REQUEST_SECONDS.histogram(self.registry)
+        self._first_output = metrics.GATEWAY_FIRST_OUTPUT_SECONDS.histogram(self.registry)
+        self._prompt_tokens = metrics.GATEWAY_PROMPT_TOKENS.counter(self.registry)
+        self._completion_tokens = metrics.GATEWAY_COMPLETION_TOKENS.counter(self.registry)
+
+    def request_ended(self, state: RequestState) -> None:
+        """Count a request; call it once for each."""
+        pipeline, task = state.spec.graph.name, state.spec.task
+        outcome = state.status if state.error is None else state.error.reason.lower()
+        self._requests.labels(pipeline, task, outcome).inc()
+        self._seconds.labels(pipeline, task).observe(time.monotonic() - state.started_s)
+        if state.first_output_s is not None:
+            self._first_output.labels(pipeline, task).observe(state.first_output_s - state.started_s)
+        if state.status == "finished":
+            self._prompt_tokens.labels(pipeline).inc(state.usage.prompt_tokens)
+            self._completion_tokens.labels(pipeline).inc(state.usage.completion_tokens)
+
+    @property
+    def control_plane_connected(self) -> bool:
+        """A control plane tells us of changes now."""
+        return self._control_plane is not None and self._control_plane.connected
+
+    def watch(self, router: Router, orchestrator: Orchestrator, control_plane: ControlPlaneWatch) -> None:
+        """Read these at every scrape."""
+        self._control_plane = control_plane
+        self.registry.register(_Tables(router, orchestrator, control_plane))
+
+    def scrape(self) -> bytes:
+        """Everything in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class _Tables(Collector):
+    def __init__(self, router: Router, orchestrator: Orchestrator, control_plane: ControlPlaneWatch) -> None:
+        self._router = router
+        self._orchestrator = orchestrator
+        self._control_plane = control_plane
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: the registry would otherwise collect once to learn the names."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        """The tables as they are now."""
+        admission = self._orchestrator.admission
+        yield _gauge(metrics.GATEWAY_INFLIGHT, admission.inflight)
+        yield _gauge(metrics.GATEWAY_QUEUED, admission.queued)
+        yield _gauge(metrics.GATEWAY_BINDINGS, self._router.bindings)
+        yield _gauge(metrics.GATEWAY_CONTROL_PLANE_UP, int(self._control_plane.connected))
+        yield _gauge(metrics.GATEWAY_TABLE_REVISION, self._router.table.revision)
+        yield _counter(metrics.GATEWAY_REJECTED, {(reason,): n for reason, n in admission.rejected.items()})
+        yield _counter(metrics.GATEWAY_RETRIES, {(name,): n for name, n in self._orchestrator.retries.items()})
+        broken: dict[tuple[str, ...], int] = {
+            (name, str(stage)): n for (name, stage), n in self._router.sessions_broken.items()
+        }
+        yield _counter(metrics.GATEWAY_SESSIONS_BROKEN, broken)
+        yield from self._pools()
+
+    def _pools(self) -> Iterable[Metric]:
+        calls: dict[tuple[str, ...], int] = {}
+        inflight = GaugeMetricFamily(
+            metrics.GATEWAY_STAGE_INFLIGHT.name,
+            metrics.GATEWAY_STAGE_INFLIGHT.help,
+            labels=metrics.GATEWAY_STAGE_INFLIGHT.labels,
+        )
+        replicas = GaugeMetricFamily(
+            metrics.GATEWAY_REPLICAS.name, metrics.GATEWAY_REPLICAS.help, labels=metrics.GATEWAY_REPLICAS.labels
+        )
+        for (pipeline, stage_id), pool in self._router.pools.items():
+            stage = str(stage_id)
+            suspect = sum(slot.view.routable and slot.view.suspect for slot in pool.slots.values())
+            replicas.add_metric([pipeline, stage, "routable"], pool.routable - suspect)
+            replicas.add_metric([pipeline, stage, "suspect"], suspect)
+            replicas.add_metric([pipeline, stage, "unroutable"], len(pool.slots) - pool.routable)
+            for (_, _, replica_id), slot in pool.slots.items():
+                calls[pipeline, stage, str(replica_id)] = slot.calls
+                inflight.add_metric([pipeline, stage, str(replica_id)], slot.inflight)
+        yield _counter(metrics.GATEWAY_STAGE_CALLS, calls)
+        yield inflight
+        yield replicas
+
+
+def _gauge(metric: metrics.Metric, value: float) -> Metric:
+    return GaugeMetricFamily(metric.name, metric.help, value=value)
+
+
+def _counter(metric: metrics.Metric, values: dict[tuple[str, ...], int]) -> Metric:
+    family = CounterMetricFamily(metric.name.removesuffix("_total"), metric.help, labels=metric.labels)
+    for labels, value in values.items():
+        family.add_metric(labels, value)
+    return family

@@ -1,0 +1,331 @@
+"""The one bidirectional stream between this gateway and one replica.
+
+gRPC is paid per message, so messages are few: calls and aborts of one event-loop turn leave in one frame, and a frame
+from the worker carries the events of every request that an engine step touched. Events go to their call's sink by a
+plain function call; nothing is scheduled per token.
+
+Guarantees: a sink gets events in order and then exactly one end — an event with ``finish``, or ``on_error``; after an
+abort it gets nothing more. When the stream breaks, every call's sink gets its error at once. A sink that raises costs
+its own call only. The session reconnects by itself, except after the replica refused its epoch: then only the table
+knows better, and brings another session. Not guaranteed: that an abort reached the worker; it aborts everything of a
+session that breaks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+import grpc.aio
+
+from omni.v1 import stage_service_pb2, stage_service_pb2_grpc, types_pb2
+from omnicore import errors, rpc
+from omnicore.backoff import Backoff
+from omnicore.log import get_logger
+
+_log = get_logger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+# Frames stay well below the message limit of rpc.py: prompts with media are up to 16 MiB, most are tiny.
+_FRAME_BYTES = 1024 * 1024
+# The codes with which a replica says: you mean another instance, or something that I am not.
+_FATAL_CODES = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED)
+
+
+if TYPE_CHECKING:
+    _Stream: TypeAlias = grpc.aio.StreamStreamCall[stage_service_pb2.SessionRequest, stage_service_pb2.SessionResponse]
+
+
+class CallSink(Protocol):
+    """Where the events of one call go. Both methods must be quick and must not block."""
+
+    def on_event(self, event: stage_service_pb2.StageEvent) -> None:
+        """One event; the last one has ``finish`` or ``error``."""
+        ...
+
+    def on_error(self, error: errors.OmniError) -> None:
+        """The session broke, or handling an event failed. Nothing follows."""
+        ...
+
+
+class SessionListener(Protocol):
+    """Who must know how the session fares."""
+
+    def on_session(self, record: types_pb2.Replica, connected: bool) -> None:
+        """It is up, or has broken."""
+        ...
+
+    def on_load(self, record: types_pb2.Replica, load: types_pb2.LoadReport) -> None:
+        """The replica told its load."""
+        ...
+
+    def on_draining(self, record: types_pb2.Replica) -> None:
+        """The replica takes no new calls."""
+        ...
+
+
+class ReplicaSession:
+    """A session to one claim: ``start``, ``submit`` and ``abort``, then ``close`` or ``retire``."""
+
+    def __init__(
+        self,
+        record: types_pb2.Replica,
+        listener: SessionListener,
+        *,
+        gateway_id: str,
+        credentials: grpc.ChannelCredentials | None = None,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    ) -> None:
+        self.record = record
+        self.connected = False
+        self.frames_sent = 0
+        self.frames_received = 0
+        self._listener = listener
+        self._gateway_id = gateway_id
+        self._credentials = credentials
+        self._connect_timeout_s = connect_timeout_s
+        self._sinks: dict[int, CallSink] = {}
+        self._next_call_id = 1
+        self._broken = ""
+        """Why the session is down, after it was up or could not get up; empty while it begins and while it is up."""
+        self._calls: list[stage_service_pb2.StageCall] = []
+        self._aborts: list[int] = []
+        self._wake = asyncio.Event()
+        self._retiring = False
+        self._closing = False
+        self._idle = asyncio.Event()
+        self._channel: grpc.aio.Channel | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def open_calls(self) -> int:
+        """Calls that have not ended."""
+        return len(self._sinks)
+
+    # -- calls --
+
+    def submit(self, call: stage_service_pb2.StageCall, sink: CallSink) -> int:
+        """Begin ``call``; sets and returns its call_id. Sent with all else of this loop turn, or once connected.
+
+        Raises ``UnavailableError`` if the session is down; the sink is not called then.
+        """
+        if self._broken:
+            raise self._lost(self._broken)
+        call_id = self._next_call_id
+        self._next_call_id += 1
+        call.call_id = call_id
+        self._sinks[call_id] = sink
+        self._idle.clear()
+        self._calls.append(call)
+        self._wake.set()
+        return call_id
+
+    def abort(self, call_id: int) -> None:
+        """End a call: its sink gets nothing more, the worker is told. Ended calls are not an error."""
+        if self._sinks.pop(call_id, None) is None:
+            return
+        unsent = [call for call in self._calls if call.call_id != call_id]
+        if len(unsent) < len(self._calls):
+            self._calls = unsent
+        else:
+            self._aborts.append(call_id)
+            self._wake.set()
+        self._note_idle()
+
+    async def abort_request(self, request_id: str, reason: str) -> None:
+        """Tell the replica to let go of everything of a request, also what its ended calls left behind."""
+        if self._channel is None or not self.connected:
+            return
+        stub = stage_service_pb2_grpc.StageServiceStub(self._channel)
+        try:
+            await stub.Abort(
+                stage_service_pb2.StageServiceAbortRequest(request_id=request_id, reason=reason),
+                timeout=self._connect_timeout_s,
+            )
+        except grpc.aio.AioRpcError as error:
+            # Expiry frees it in the end; nobody waits for this.
+            _log.warning("abort failed", request_id=request_id, **self._who(), reason=error.details())
+
+    # -- life --
+
+    def start(self) -> None:
+        """Begin to connect, in a task that this session owns."""
+        self._idle.set()
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """End now; open calls fail with UNAVAILABLE. May be called more than once."""
+        self._closing = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def retire(self) -> None:
+        """Take no new calls, let the open ones end, then close. Returns when closed."""
+        self._retiring = True
+        idle = asyncio.create_task(self._idle.wait())
+        try:
+            if self._task is not None and self._sinks:
+                await asyncio.wait((idle, self._task), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            idle.cancel()
+            await self.close()
+
+    async def _run(self) -> None:
+        backoff = Backoff(initial_s=0.05, max_s=1.0)
+        try:
+            while True:
+                self._channel = rpc.channel(self.record.endpoint, self._credentials)
+                try:
+                    await self._serve(self._channel, backoff)
+                    reason, fatal = "the stream ended", False
+                except grpc.aio.AioRpcError as error:
+                    reason, fatal = errors.from_rpc_error(error).message, error.code() in _FATAL_CODES
+                except TimeoutError:
+                    reason, fatal = f"no welcome within {self._connect_timeout_s:g} s", False
+                except Exception as error:  # noqa: BLE001 -- whatever it is, it must cost this session only
+                    _log.exception("session failed", **self._who())
+                    reason, fatal = f"internal error ({type(error).__name__})", False
+                finally:
+                    await self._channel.close(None)
+                self._broke(reason)
+                if self._retiring:
+                    return
+                if fatal:
+                    _log.warning("session refused", **self._who(), reason=reason)
+                    return
+                await asyncio.sleep(backoff.next_delay_s())
+        finally:
+            self._broke("the session was closed")
+
+    async def _serve(self, channel: grpc.aio.Channel, backoff: Backoff) -> None:
+        open_stream: Callable[[], _Stream] = stage_service_pb2_grpc.StageServiceStub(channel).Session  # type: ignore[assignment]
+        call = open_stream()
+        try:
+            hello = stage_service_pb2.SessionHello(gateway_id=self._gateway_id, replica=self.record.ref)
+            async with asyncio.timeout(self._connect_timeout_s):
+                await call.write(stage_service_pb2.SessionRequest(hello=hello))
+                first = await call.read()
+            if not isinstance(first, stage_service_pb2.SessionResponse):
+                return
+            backoff.reset()
+            self.connected, self._broken = True, ""
+            _log.info("session open", **self._who())
+            self._listener.on_session(self.record, True)
+            self._take(first)
+            writer = asyncio.create_task(self._write(call))
+            try:
+                while isinstance(frame := await call.read(), stage_service_pb2.SessionResponse):
+                    self._take(frame)
+            except asyncio.CancelledError:
+                # gRPC reports a call that the writer gave up in the same way as the cancellation of this task.
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise
+            finally:
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
+        finally:
+            call.cancel()
+
+    async def _write(self, call: _Stream) -> None:
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                calls, self._calls = self._calls, []
+                aborts, self._aborts = self._aborts, []
+                for frame in _frames(calls, aborts):
+                    self.frames_sent += 1
+                    await call.write(frame)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return  # the stream is over: the reader learns why, and every call's sink with it
+        except Exception:  # noqa: BLE001 -- a session that cannot send must break, not linger
+            _log.exception("session cannot send", **self._who())
+            call.cancel()
+
+    def _take(self, frame: stage_service_pb2.SessionResponse) -> None:
+        self.frames_received += 1
+        sinks = self._sinks
+        for event in frame.events:
+            call_id = event.call_id
+            sink = sinks.get(call_id)
+            if sink is None:
+                continue  # aborted; what was under way still arrives
+            if event.HasField("finish") or event.HasField("error"):
+                del sinks[call_id]
+            try:
+                sink.on_event(event)
+            except Exception as error:  # noqa: BLE001 -- one call's fault must not cost the others' session
+                _log.exception("event handling failed", call_id=call_id, **self._who())
+                if sinks.pop(call_id, None) is not None:
+                    self._aborts.append(call_id)
+                    self._wake.set()
+                self._fail(sink, errors.from_exception(error))
+        if not sinks:
+            self._note_idle()
+        if frame.HasField("load"):
+            self._listener.on_load(self.record, frame.load)
+        if frame.draining:
+            self._listener.on_draining(self.record)
+
+    def _broke(self, reason: str) -> None:
+        """Every open call has failed; the listener hears it before the sinks do, so that no retry comes back here."""
+        sinks, self._sinks = self._sinks, {}
+        self._calls.clear()
+        self._aborts.clear()
+        self._broken = reason
+        was_connected, self.connected = self.connected, False
+        if not self._closing:
+            self._listener.on_session(self.record, False)
+            if was_connected:
+                _log.warning("session broken", **self._who(), reason=reason, calls=len(sinks))
+        self._note_idle()
+        if not sinks:
+            return
+        error = self._lost(reason)
+        for sink in sinks.values():
+            self._fail(sink, error)
+
+    def _lost(self, reason: str) -> errors.UnavailableError:
+        ref = self.record.ref
+        return errors.UnavailableError(
+            f"replica {ref.replica_id} of stage {ref.stage.stage_id} of {ref.stage.pipeline} was lost: {reason}",
+            reason="REPLICA_LOST",
+            metadata=self._who(),
+        )
+
+    def _fail(self, sink: CallSink, error: errors.OmniError) -> None:
+        try:
+            sink.on_error(error)
+        except Exception:  # noqa: BLE001 -- as in _take
+            _log.exception("error handling failed", **self._who())
+
+    def _note_idle(self) -> None:
+        if not self._sinks:
+            self._idle.set()
+
+    def _who(self) -> dict[str, object]:
+        ref = self.record.ref
+        return {
+            "pipeline": ref.stage.pipeline,
+            "stage": ref.stage.stage_id,
+            "replica": ref.replica_id,
+            "epoch": ref.epoch,
+        }
+
+
+def _frames(calls: list[stage_service_pb2.StageCall], aborts: list[int]) -> Iterator[stage_service_pb2.SessionRequest]:
+    """As few frames as may be: one, unless prompts with media would make it too large."""
+    frame, size = stage_service_pb2.SessionRequest(aborts=aborts), 0
+    for call in calls:
+        # Only a call with a prompt can be large.
+        added = call.ByteSize() if call.HasField("prompt") else 0
+        if size and size + added > _FRAME_BYTES:
+            yield frame
+            frame, size = stage_service_pb2.SessionRequest(), 0
+        size += added
+        frame.calls.append(call)
+    if frame.calls or frame.aborts:
+        yield frame

@@ -1,0 +1,218 @@
+"""What this gateway knows of pipelines and replicas, and who must hear of changes.
+
+The table is fed by ``ControlPlaneWatch`` with what a control plane sends, and by replica sessions with newer facts: a
+session that broke, or a worker that said it is draining. Such an override holds for that claim (id and epoch) until a
+newer fact: the session is up again, or another instance holds the id.
+
+Guarantees: records are never changed in place; listeners are called synchronously, in the order of the changes, and
+see the table as it is after the change. Not guaranteed: that a replica shown as routable still is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Protocol
+
+from gateway.graph import PipelineGraph
+from omni.v1 import pipeline_pb2, types_pb2
+from omnicore.log import get_logger
+
+_log = get_logger(__name__)
+
+StageKey = tuple[str, int]
+"""Pipeline name and stage id."""
+ReplicaKey = tuple[str, int, int]
+"""Pipeline name, stage id and replica id."""
+Claim = tuple[str, int, int, int]
+"""A replica key and its epoch: one instance."""
+
+
+def replica_key(ref: types_pb2.ReplicaRef) -> ReplicaKey:
+    """The key of the claim that ``ref`` names, whatever its epoch."""
+    return (ref.stage.pipeline, ref.stage.stage_id, ref.replica_id)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """One replica at one moment."""
+
+    record: types_pb2.Replica
+    """As the control plane sent it; never changed."""
+    broken: bool = False
+    """Our session to this claim is down."""
+    draining: bool = False
+    """The worker told us, maybe before the control plane did."""
+
+    @property
+    def key(self) -> ReplicaKey:
+        """Its place."""
+        return replica_key(self.record.ref)
+
+    @property
+    def claim(self) -> Claim:
+        """Its place and its instance."""
+        return (*self.key, self.epoch)
+
+    @property
+    def epoch(self) -> int:
+        """Which instance holds that place."""
+        return self.record.ref.epoch
+
+    @property
+    def routable(self) -> bool:
+        """May take requests."""
+        record = self.record
+        return (
+            record.state == types_pb2.REPLICA_STATE_READY
+            and not record.cordoned
+            and not self.broken
+            and not self.draining
+        )
+
+    @property
+    def suspect(self) -> bool:
+        """Take it only if nothing better is left."""
+        return self.record.suspect
+
+
+class TableListener(Protocol):
+    """Who acts on changes."""
+
+    def on_pipeline(self, name: str, graph: PipelineGraph | None) -> None:
+        """A plan is new or changed, or gone (None)."""
+        ...
+
+    def on_replica(self, old: ReplicaView | None, new: ReplicaView | None) -> None:
+        """A replica is new (``old`` None), changed, or gone (``new`` None). Another epoch is gone, then new."""
+        ...
+
+
+class ReplicaTable:
+    """The table. Used from one event loop."""
+
+    def __init__(self) -> None:
+        self.pipelines: dict[str, PipelineGraph] = {}
+        self.replicas: dict[ReplicaKey, ReplicaView] = {}
+        self.revision = 0
+        """Store revision up to which replicas are known."""
+        self.pipeline_revision = 0
+        self.stale = False
+        """The control plane itself cannot reach its store."""
+        self._listeners: list[TableListener] = []
+
+    def add_listener(self, listener: TableListener) -> None:
+        """Call ``listener`` from the next change on, after those added before it."""
+        self._listeners.append(listener)
+
+    # -- facts from the control plane --
+
+    def apply_pipelines(
+        self, changed: Iterable[pipeline_pb2.Pipeline], removed: Iterable[str], *, snapshot: bool, revision: int
+    ) -> None:
+        """Take in one message of WatchPipelines."""
+        graphs = {pipeline.name: PipelineGraph(pipeline) for pipeline in changed}
+        gone = [name for name in self.pipelines if name not in graphs] if snapshot else list(removed)
+        self.pipeline_revision = revision
+        for name in gone:
+            if self.pipelines.pop(name, None) is not None:
+                _log.info("pipeline gone", pipeline=name)
+                for listener in self._listeners:
+                    listener.on_pipeline(name, None)
+        for name, graph in graphs.items():
+            old = self.pipelines.get(name)
+            if old is not None and old.pipeline == graph.pipeline:
+                continue
+            self.pipelines[name] = graph
+            _log.info("pipeline known", pipeline=name, generation=graph.pipeline.generation)
+            for listener in self._listeners:
+                listener.on_pipeline(name, graph)
+
+    def apply_replicas(
+        self,
+        changed: Iterable[types_pb2.Replica],
+        removed: Iterable[types_pb2.ReplicaRef],
+        *,
+        snapshot: bool,
+        revision: int,
+        stale: bool,
+    ) -> None:
+        """Take in one message of WatchReplicas.
+
+        A snapshot that its sender calls stale never takes replicas away: a control plane that was restarted while its
+        store is down knows less than we do.
+        """
+        records = {replica_key(record.ref): record for record in changed}
+        self.revision, self.stale = revision, stale
+        for ref in removed:
+            view = self.replicas.get(replica_key(ref))
+            # An older instance going away says nothing about the one that holds its id now.
+            if view is not None and (ref.epoch == 0 or ref.epoch >= view.epoch):
+                self._set(view.key, None)
+        if snapshot and not stale:
+            for key in [key for key in self.replicas if key not in records]:
+                self._set(key, None)
+        for key, record in records.items():
+            old = self.replicas.get(key)
+            if old is None or record.ref.epoch > old.epoch:
+                self._set(key, ReplicaView(record))
+            elif record.ref.epoch == old.epoch:
+                self._set(key, dataclasses.replace(old, record=record))
+
+    # -- facts from sessions --
+
+    def mark_broken(self, key: ReplicaKey, epoch: int, broken: bool) -> None:
+        """The session to this claim broke, or is up. Other epochs of the id are not touched."""
+        view = self.replicas.get(key)
+        if view is not None and view.epoch == epoch:
+            self._set(key, dataclasses.replace(view, broken=broken))
+
+    def mark_draining(self, key: ReplicaKey, epoch: int) -> None:
+        """The worker behind this claim takes no new calls."""
+        view = self.replicas.get(key)
+        if view is not None and view.epoch == epoch:
+            self._set(key, dataclasses.replace(view, draining=True))
+
+    # -- questions --
+
+    def routable_counts(self, pipeline: str) -> dict[int, int]:
+        """Routable replicas of each stage of a known pipeline."""
+        counts = dict.fromkeys(self.pipelines[pipeline].stages, 0)
+        for (name, stage_id, _), view in self.replicas.items():
+            if name == pipeline and view.routable and stage_id in counts:
+                counts[stage_id] += 1
+        return counts
+
+    def _set(self, key: ReplicaKey, new: ReplicaView | None) -> None:
+        old = self.replicas.get(key)
+        if new is None:
+            if old is None:
+                return
+            del self.replicas[key]
+        else:
+            if old is not None and old == new:
+                return
+            self.replicas[key] = new
+        if old is not None and new is not None and old.epoch != new.epoch:
+            self._notify(old, None)
+            self._notify(None, new)
+        else:
+            self._notify(old, new)
+
+    def _notify(self, old: ReplicaView | None, new: ReplicaView | None) -> None:
+        view = new or old
+        assert view is not None
+        pipeline, stage_id, replica_id = view.key
+        if old is None or new is None or old.routable != new.routable or old.suspect != new.suspect:
+            _log.info(
+                "replica gone" if new is None else "replica known" if old is None else "replica changed",
+                pipeline=pipeline,
+                stage=stage_id,
+                replica=replica_id,
+                epoch=view.epoch,
+                state=types_pb2.ReplicaState.Name(view.record.state).removeprefix("REPLICA_STATE_"),
+                routable=new is not None and new.routable,
+                suspect=view.suspect,
+            )
+        for listener in self._listeners:
+            listener.on_replica(old, new)

@@ -1,0 +1,214 @@
+"""One request: what was asked, and where it stands. One object, one owner task, one consumer.
+
+The owner (``Orchestrator``) moves it along; the consumer (an HTTP or gRPC handler) takes its output with ``next`` or
+``collect``. Session readers push events into it by plain calls; the consumer is woken once for all that arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from typing import Protocol
+
+from gateway.graph import PipelineGraph, RoutePlan
+from omni.v1 import prompt_pb2, sampling_pb2, stage_service_pb2, types_pb2
+from omnicore import errors
+
+# Memory of an event beyond its text and media, so that a flood of tiny events counts too.
+_EVENT_OVERHEAD_BYTES = 256
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """A valid request, whatever protocol it came by."""
+
+    request_id: str
+    """As the client knows it; unique among the running requests of this gateway."""
+    graph: PipelineGraph
+    task: str
+    modalities: tuple[str, ...]
+    prompt: prompt_pb2.Prompt
+    sampling: sampling_pb2.SamplingParams
+    speech: prompt_pb2.SpeechOptions
+    timeout_s: float
+    session_id: str = ""
+    trace_parent: str = ""
+    wire_id: str = ""
+    """As workers know it: unique among all gateways. Empty: ``request_id`` is."""
+
+
+@dataclasses.dataclass(slots=True)
+class Usage:
+    """Token totals of a request."""
+
+    prompt_tokens: int = 0
+    """Read at the stage where it entered."""
+    completion_tokens: int = 0
+    """Made by all its stages."""
+    text_tokens: int = 0
+    """Made by stages whose final output is text."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TimelineEntry:
+    """One thing that happened."""
+
+    time_s: float
+    """Wall time, since the epoch."""
+    event: str
+    ref: types_pb2.ReplicaRef | None = None
+    detail: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """What is kept of a request after its end: small, without prompt and output."""
+
+    request_id: str
+    status: str
+    timeline: tuple[TimelineEntry, ...]
+
+
+class Stoppable(Protocol):
+    """What is to be stopped when a request ends early: its attempt and its owner."""
+
+    def stop(self) -> None:
+        """Abort everything at once, without waiting."""
+        ...
+
+
+class RequestState:
+    """A running or finished request."""
+
+    def __init__(self, spec: RequestSpec, plan: RoutePlan, *, buffer_limit_bytes: int) -> None:
+        self.spec = spec
+        self.plan = plan
+        self.wire_id = spec.wire_id or spec.request_id
+        self.status = "running"
+        """"running", then "finished", "failed" or "aborted"."""
+        self.error: errors.OmniError | None = None
+        self.usage = Usage()
+        self.finish_reason = ""
+        self.delivered = False
+        """The consumer has taken output; from here on nothing can be taken back."""
+        self.started_s = time.monotonic()
+        self.first_output_s: float | None = None
+        """Monotonic."""
+        self.timeline: list[TimelineEntry] = []
+        self.stoppable: Stoppable | None = None
+        self._buffer_limit_bytes = buffer_limit_bytes
+        self._outputs: list[stage_service_pb2.StageEvent] = []
+        self._buffered_bytes = 0
+        self._wake: asyncio.Future[None] | None = None
+        self._wake_on_output = False
+
+    @property
+    def request_id(self) -> str:
+        """As the client knows it."""
+        return self.spec.request_id
+
+    @property
+    def ended(self) -> bool:
+        """No further output will come."""
+        return self.status != "running"
+
+    def record(self) -> RequestRecord:
+        """Status and timeline as they are now."""
+        return RequestRecord(self.request_id, self.status, tuple(self.timeline))
+
+    def note(self, event: str, ref: types_pb2.ReplicaRef | None = None, detail: str = "") -> None:
+        """Add to the timeline."""
+        self.timeline.append(TimelineEntry(time.time(), event, ref, detail))
+
+    # -- producers: session readers and the owner --
+
+    def push(self, event: stage_service_pb2.StageEvent, ref: types_pb2.ReplicaRef) -> None:
+        """Output for the client has come."""
+        if self.status != "running":
+            return
+        if self.first_output_s is None:
+            self.first_output_s = time.monotonic()
+            self.note("first_output", ref)
+        self._outputs.append(event)
+        self._buffered_bytes += len(event.text) + len(event.media) + _EVENT_OVERHEAD_BYTES
+        if self._buffered_bytes > self._buffer_limit_bytes:
+            self._outputs.clear()  # nobody will read it: free it now
+            self.end(
+                "failed",
+                errors.ResourceExhaustedError(
+                    f"the client reads too slowly: {self._buffered_bytes} bytes wait for it,"
+                    f" {self._buffer_limit_bytes} may",
+                    reason="CLIENT_TOO_SLOW",
+                    metadata={"buffered_bytes": self._buffered_bytes, "limit_bytes": self._buffer_limit_bytes},
+                ),
+            )
+        elif self._wake_on_output:
+            self._wake_consumer()
+
+    def discard_output(self) -> None:
+        """Forget what an attempt brought, before the next one; only while nothing is delivered."""
+        assert not self.delivered
+        self._outputs.clear()
+        self._buffered_bytes = 0
+        self.usage = Usage()
+        self.finish_reason = ""
+
+    def end(self, status: str, error: errors.OmniError | None = None) -> None:
+        """Set the outcome, stop what runs, and wake the consumer. Only the first call counts."""
+        if self.status != "running":
+            return
+        self.status, self.error = status, error
+        self.note(status, detail=error.message if error is not None else "")
+        self._wake_consumer()
+        if status != "finished" and self.stoppable is not None:
+            self.stoppable.stop()
+
+    def abort(self, reason: str) -> None:
+        """The client is gone, or somebody ended the request."""
+        self.end("aborted", errors.RequestCancelledError(f"request {self.request_id} was aborted: {reason}"))
+
+    # -- the consumer --
+
+    async def next(self) -> list[stage_service_pb2.StageEvent]:
+        """All output since the last call, as soon as there is some.
+
+        An empty list means the end, if ``ended`` is true, or a ``nudge``. Raises the error of a request that failed,
+        after the output that came before it.
+        """
+        if not self._outputs and self.status == "running":
+            await self._wait(on_output=True)
+        if self._outputs:
+            self.delivered = True
+            outputs, self._outputs, self._buffered_bytes = self._outputs, [], 0
+            return outputs
+        if self.error is not None:
+            raise self.error
+        return []
+
+    async def collect(self) -> list[stage_service_pb2.StageEvent]:
+        """All output of the request, at its end. Raises the error of a request that failed."""
+        while self.status == "running":
+            await self._wait(on_output=False)
+        if self.error is not None:
+            raise self.error
+        self.delivered = True
+        outputs, self._outputs, self._buffered_bytes = self._outputs, [], 0
+        return outputs
+
+    def nudge(self) -> None:
+        """Let ``next`` return now, with nothing if there is nothing."""
+        self._wake_consumer()
+
+    async def _wait(self, *, on_output: bool) -> None:
+        self._wake = asyncio.get_running_loop().create_future()
+        self._wake_on_output = on_output
+        try:
+            await self._wake
+        finally:
+            self._wake, self._wake_on_output = None, False
+
+    def _wake_consumer(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+            self._wake_on_output = False  # one wake-up for all that comes before the consumer runs

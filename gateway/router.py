@@ -1,0 +1,172 @@
+"""Joins the table, the pools and the sessions: one pool per stage, one session per claim.
+
+Facts flow in both directions: the table's changes enter the pools and open or retire sessions; what sessions learn
+(broken, up again, draining, load) goes to the table and the pools.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Collection
+
+import grpc
+
+from gateway.balancers import create_balancer
+from gateway.graph import PipelineGraph
+from gateway.replica_session import ReplicaSession
+from gateway.replica_table import Claim, ReplicaTable, ReplicaView, StageKey, replica_key
+from gateway.stage_pool import Assignment, StagePool
+from omni.v1 import types_pb2
+from omnicore import errors
+from omnicore.clock import SYSTEM_CLOCK, Clock
+
+
+class Router:
+    """Routes requests over everything that the table knows. Used from one event loop."""
+
+    def __init__(
+        self,
+        table: ReplicaTable,
+        *,
+        policy: str,
+        gateway_id: str,
+        max_wait_s: float = 10.0,
+        rng: random.Random | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self.table = table
+        self.pools: dict[StageKey, StagePool] = {}
+        self.sessions: dict[Claim, ReplicaSession] = {}
+        self.sessions_broken: dict[StageKey, int] = {}
+        self._policy = policy
+        self._gateway_id = gateway_id
+        self._max_wait_s = max_wait_s
+        self._rng = rng or random.Random()
+        self._clock = clock
+        self._credentials = credentials
+        self._retiring: set[asyncio.Task[None]] = set()
+        self._closed = False
+        table.add_listener(self)
+
+    async def pick(
+        self,
+        key: StageKey,
+        request_id: str,
+        *,
+        affinity_from: str = "",
+        session_id: str = "",
+        exclude: Collection[Claim] = (),
+        max_wait_s: float | None = None,
+    ) -> Assignment:
+        """Assign a replica of a stage; see ``StagePool.pick``. Raises ``NotFoundError`` for an unknown stage."""
+        pool = self.pools.get(key)
+        if pool is None:
+            raise errors.NotFoundError(
+                f"no stage {key[1]} of pipeline {key[0]!r}",
+                reason="STAGE_NOT_FOUND",
+                metadata={"pipeline": key[0], "stage": key[1]},
+            )
+        return await pool.pick(
+            request_id,
+            affinity_from=affinity_from,
+            session_id=session_id,
+            exclude=exclude,
+            max_wait_s=self._max_wait_s if max_wait_s is None else max_wait_s,
+        )
+
+    def is_routable(self, claim: Claim) -> bool:
+        """This very instance may take requests now."""
+        view = self.table.replicas.get(claim[:3])
+        return view is not None and view.epoch == claim[3] and view.routable
+
+    def ready_pipelines(self) -> dict[str, bool]:
+        """Every pipeline, and whether each of its stages has a routable replica."""
+        return {
+            name: all((pool := self.pools.get((name, stage_id))) and pool.routable for stage_id in graph.stages)
+            for name, graph in self.table.pipelines.items()
+        }
+
+    @property
+    def bindings(self) -> int:
+        """Assignments held, over all stages."""
+        return sum(pool.bound_requests for pool in self.pools.values())
+
+    @property
+    def open_calls(self) -> int:
+        """Calls that have not ended, over all sessions."""
+        return sum(session.open_calls for session in self.sessions.values())
+
+    async def close(self) -> None:
+        """Close every session; their calls fail."""
+        self._closed = True
+        for task in self._retiring:
+            task.cancel()
+        await asyncio.gather(
+            *self._retiring, *(session.close() for session in self.sessions.values()), return_exceptions=True
+        )
+        self.sessions.clear()
+
+    # -- TableListener --
+
+    def on_pipeline(self, name: str, graph: PipelineGraph | None) -> None:
+        """Pools exist for the stages of every known plan, so that requests can wait for a first replica."""
+        wanted = set() if graph is None else {(name, stage_id) for stage_id in graph.stages}
+        for key in wanted:
+            self._pool(key)
+        for key in [key for key, pool in self.pools.items() if key[0] == name and key not in wanted and not pool.slots]:
+            del self.pools[key]
+
+    def on_replica(self, old: ReplicaView | None, new: ReplicaView | None) -> None:
+        """Put the replica into its pool, or take it out; open its session, or retire it."""
+        if new is None:
+            assert old is not None
+            pool = self._pool(old.key[:2])
+            pool.invalidate(old.key)
+            pool.remove(old.key)
+            if (session := self.sessions.pop(old.claim, None)) is not None and not self._closed:
+                task = asyncio.create_task(session.retire())
+                self._retiring.add(task)
+                task.add_done_callback(self._retiring.discard)
+            return
+        slot = self._pool(new.key[:2]).put(new)
+        record = new.record
+        if record.state != types_pb2.REPLICA_STATE_STARTING and new.claim not in self.sessions and not self._closed:
+            session = ReplicaSession(record, self, gateway_id=self._gateway_id, credentials=self._credentials)
+            self.sessions[new.claim] = session
+            session.start()
+        slot.session = self.sessions.get(new.claim)
+        # The session tells load sooner and oftener; until it does, the control plane's word is all there is.
+        if not slot.hears_session and record.HasField("load") and (old is None or old.record.load != record.load):
+            slot.report(record.load)
+
+    # -- SessionListener --
+
+    def on_session(self, record: types_pb2.Replica, connected: bool) -> None:
+        """A session that is down makes its replica unroutable here, whatever the control plane still says."""
+        key = replica_key(record.ref)
+        view = self.table.replicas.get(key)
+        if view is not None and view.epoch == record.ref.epoch and view.broken == connected:
+            if not connected:
+                self.sessions_broken[key[:2]] = self.sessions_broken.get(key[:2], 0) + 1
+            self.table.mark_broken(key, record.ref.epoch, not connected)
+
+    def on_load(self, record: types_pb2.Replica, load: types_pb2.LoadReport) -> None:
+        """The freshest load there is."""
+        key = replica_key(record.ref)
+        pool = self.pools.get(key[:2])
+        slot = pool.slots.get(key) if pool is not None else None
+        if slot is not None and slot.view.epoch == record.ref.epoch:
+            slot.hears_session = True
+            slot.report(load)
+
+    def on_draining(self, record: types_pb2.Replica) -> None:
+        """Take it out of routing; the control plane will say so too."""
+        self.table.mark_draining(replica_key(record.ref), record.ref.epoch)
+
+    def _pool(self, key: StageKey) -> StagePool:
+        if (pool := self.pools.get(key)) is None:
+            pool = self.pools[key] = StagePool(key, create_balancer(self._policy, self._rng), clock=self._clock)
+            self.sessions_broken.setdefault(key, 0)
+        return pool

@@ -1,0 +1,90 @@
+"""Bindings that callers of RouterService hold: each counts as one request at its replica until it is released, or
+until it is so old that its caller must be gone."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from gateway.replica_table import Claim, StageKey
+from gateway.router import Router
+from gateway.stage_pool import Assignment
+from omnicore.clock import SYSTEM_CLOCK, Clock
+
+# As long as the longest request may take (the gateway's default limit).
+ROUTE_TTL_S = 600.0
+
+
+class RouteTable:
+    """One assignment per request and stage. Used from one event loop."""
+
+    def __init__(self, router: Router, *, ttl_s: float = ROUTE_TTL_S, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._router = router
+        self._ttl_s = ttl_s
+        self._clock = clock
+        # Oldest first, so that expiry looks only at what it ends.
+        self._held: OrderedDict[tuple[str, StageKey], tuple[Assignment, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    async def route(
+        self,
+        request_id: str,
+        stage: StageKey,
+        *,
+        affinity_from: str = "",
+        session_id: str = "",
+        exclude: frozenset[int] = frozenset(),
+        max_wait_s: float | None = None,
+    ) -> tuple[Assignment, bool]:
+        """The assignment of a request at a stage, and whether it was held before.
+
+        ``exclude`` holds replica ids. Raises as ``Router.pick``.
+        """
+        self._expire()
+        place = (request_id, stage)
+        before = self._held.get(place)
+        assignment = await self._router.pick(
+            stage,
+            _binding_id(request_id),
+            affinity_from=_binding_id(affinity_from) if affinity_from else "",
+            session_id=session_id,
+            exclude=self._claims(stage, exclude),
+            max_wait_s=max_wait_s,
+        )
+        now = self._held.get(place)
+        if now is not None and now[0] is not assignment:
+            now[0].release()  # its replica is no longer usable; the new one takes its place
+        self._held[place] = (assignment, self._clock.monotonic() + self._ttl_s)
+        self._held.move_to_end(place)
+        return assignment, before is not None and before[0] is assignment
+
+    def release(self, request_id: str, stage: StageKey | None) -> int:
+        """End the bindings of a request, at one stage or at all; returns how many there were."""
+        places = [(request_id, stage)] if stage is not None else [p for p in self._held if p[0] == request_id]
+        released = 0
+        for place in places:
+            if (held := self._held.pop(place, None)) is not None:
+                held[0].release()
+                released += 1
+        return released
+
+    def _expire(self) -> None:
+        now_s = self._clock.monotonic()
+        while self._held:
+            place, (assignment, expires_s) = next(iter(self._held.items()))
+            if expires_s > now_s:
+                return
+            del self._held[place]
+            assignment.release()
+
+    def _claims(self, stage: StageKey, replica_ids: frozenset[int]) -> frozenset[Claim]:
+        pool = self._router.pools.get(stage)
+        if pool is None or not replica_ids:
+            return frozenset()
+        return frozenset(slot.claim for slot in pool.slots.values() if slot.key[2] in replica_ids)
+
+
+def _binding_id(request_id: str) -> str:
+    """Apart from the gateway's own requests, whose bindings it releases itself."""
+    return f"route/{request_id}"

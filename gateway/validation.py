@@ -1,0 +1,146 @@
+"""What makes a request valid, the same for HTTP and gRPC. Pure.
+
+Each function raises ``InvalidRequestError`` or ``NotFoundError``; the message names the field and what is accepted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from gateway.graph import PipelineGraph
+from omni.v1 import prompt_pb2, sampling_pb2
+from omnicore import errors
+
+MAX_ID_CHARS = 256
+# Roles of ChatMessage, as in prompt.proto.
+ROLES = ("system", "user", "assistant", "developer", "tool")
+
+# field → (lowest, highest, whether the lowest itself is accepted)
+_RANGES: dict[str, tuple[float, float, bool]] = {
+    "temperature": (0, math.inf, True),
+    "top_p": (0, 1, False),
+    "repetition_penalty": (0, math.inf, False),
+    "presence_penalty": (-2, 2, True),
+    "frequency_penalty": (-2, 2, True),
+    "guidance_scale": (0, math.inf, True),
+    "max_tokens": (1, math.inf, True),
+    "num_inference_steps": (1, math.inf, True),
+}
+
+
+def find_pipeline(pipelines: Mapping[str, PipelineGraph], model: str) -> PipelineGraph:
+    """The pipeline that ``model`` names."""
+    if not model:
+        raise errors.InvalidRequestError.field("model", f"required; known models: {_listed(sorted(pipelines))}")
+    graph = pipelines.get(model)
+    if graph is None:
+        raise errors.NotFoundError(
+            f"model: no model {model!r}; known models: {_listed(sorted(pipelines))}",
+            reason="MODEL_NOT_FOUND",
+            metadata={"model": model},
+            violations=[errors.FieldViolation("model", "unknown")],
+        )
+    return graph
+
+
+def check_task(graph: PipelineGraph, task: str, field: str = "task") -> None:
+    """The pipeline offers this task."""
+    if task not in graph.entrypoints:
+        raise errors.InvalidRequestError.field(
+            field,
+            f"model {graph.name!r} does not offer {task!r}; it offers: {_listed(graph.tasks)}",
+            reason="TASK_NOT_OFFERED",
+        )
+
+
+def check_modalities(
+    graph: PipelineGraph, task: str, asked: Sequence[str] | None, field: str = "modalities"
+) -> tuple[str, ...]:
+    """What shall come back, each once, in the pipeline's order. None: text if the pipeline has it, else all it has."""
+    offered = graph.modalities(task)
+    if asked is None:
+        return ("text",) if "text" in offered else tuple(offered)
+    if not asked:
+        raise errors.InvalidRequestError.field(
+            field, f"must name at least one of: {_listed(offered)}", reason="UNSUPPORTED_MODALITY"
+        )
+    for index, modality in enumerate(asked):
+        if modality not in offered:
+            raise errors.InvalidRequestError.field(
+                f"{field}[{index}]",
+                f"model {graph.name!r} does not offer {modality!r}; it offers: {_listed(offered)}",
+                reason="UNSUPPORTED_MODALITY",
+            )
+    return tuple(modality for modality in offered if modality in asked)
+
+
+def check_sampling(sampling: sampling_pb2.SamplingParams, prefix: str = "") -> None:
+    """Every value is in its range (sampling.proto says which)."""
+    for name, (low, high, closed) in _RANGES.items():
+        if sampling.HasField(name):  # type: ignore[arg-type]
+            check_range(prefix + name, getattr(sampling, name), low, high, closed=closed)
+    if sampling.HasField("top_k") and sampling.top_k != -1 and sampling.top_k < 1:
+        raise errors.InvalidRequestError.field(prefix + "top_k", f"must be -1 or at least 1, got {sampling.top_k}")
+    if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens:
+        raise errors.InvalidRequestError.field(
+            prefix + "min_tokens", f"must be at most max_tokens ({sampling.max_tokens}), got {sampling.min_tokens}"
+        )
+    for index, text in enumerate(sampling.stop):
+        if not text:
+            raise errors.InvalidRequestError.field(f"{prefix}stop[{index}]", "must not be empty")
+
+
+def check_range(field: str, value: float, low: float, high: float, *, closed: bool = True) -> None:
+    """``low`` ≤ value ≤ ``high``; ``low`` itself only if ``closed``."""
+    if math.isfinite(value) and (low <= value if closed else low < value) and value <= high:
+        return
+    lowest = f"at least {low:g}" if closed else f"above {low:g}"
+    highest = f" and at most {high:g}" if math.isfinite(high) else ""
+    raise errors.InvalidRequestError.field(field, f"must be {lowest}{highest}, got {value:g}")
+
+
+def check_speech(speech: prompt_pb2.SpeechOptions, prefix: str = "speech.") -> None:
+    """Speed is in its range; 0 stands for 1."""
+    if speech.speed != 0:
+        check_range(f"{prefix}speed", speech.speed, 0.25, 4.0)
+
+
+def check_prompt(prompt: prompt_pb2.Prompt, limit_bytes: int, field: str = "prompt") -> None:
+    """There is something to work on, and it fits into one message to a worker."""
+    kind = prompt.WhichOneof("kind")
+    if kind is None:
+        raise errors.InvalidRequestError.field(field, "required; one of: chat, text, tokens")
+    if kind == "chat":
+        if not prompt.chat.messages:
+            raise errors.InvalidRequestError.field(f"{field}.chat.messages", "must have at least one message")
+        for index, message in enumerate(prompt.chat.messages):
+            if message.role not in ROLES:
+                raise errors.InvalidRequestError.field(
+                    f"{field}.chat.messages[{index}].role", f"must be one of {_listed(ROLES)}, got {message.role!r}"
+                )
+            for part, content in enumerate(message.parts):
+                if content.WhichOneof("kind") is None:
+                    raise errors.InvalidRequestError.field(
+                        f"{field}.chat.messages[{index}].parts[{part}]", "must have text or media"
+                    )
+    elif kind == "text" and not prompt.text:
+        raise errors.InvalidRequestError.field(f"{field}.text", "must not be empty")
+    elif kind == "tokens" and not prompt.tokens.token_ids:
+        raise errors.InvalidRequestError.field(f"{field}.tokens.token_ids", "must have at least one token")
+    if (size := prompt.ByteSize()) > limit_bytes:
+        raise errors.InvalidRequestError.field(
+            field, f"must be at most {limit_bytes} bytes, got {size}", reason="PROMPT_TOO_LARGE"
+        )
+
+
+def check_id(field: str, value: str) -> None:
+    """A client's own id: printable ASCII of bounded length, since it enters headers and logs."""
+    if len(value) > MAX_ID_CHARS or not all(33 <= ord(character) <= 126 for character in value):
+        raise errors.InvalidRequestError.field(
+            field, f"must be at most {MAX_ID_CHARS} printable ASCII characters without spaces"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"

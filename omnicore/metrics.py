@@ -1,0 +1,90 @@
+"""Every metric that a service exports, declared once; docs/metrics.md explains each, and a test compares the two.
+
+Names are ``omni_<component>_<noun>_<unit>``. A service builds its own objects from these declarations, on a registry of
+its own, so that several can live in one process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+# From one engine step on a fast device to a long generation.
+_LATENCY_BUCKETS_S = (
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric: its name as scraped (counters end in _total), what it is, and its labels."""
+
+    name: str
+    kind: str
+    help: str
+    labels: tuple[str, ...] = ()
+
+    def counter(self, registry: CollectorRegistry) -> Counter:
+        """A counter for a service's registry."""
+        return Counter(self.name.removesuffix("_total"), self.help, self.labels, registry=registry)
+
+    def gauge(self, registry: CollectorRegistry) -> Gauge:
+        """A gauge for a service's registry."""
+        return Gauge(self.name, self.help, self.labels, registry=registry)
+
+    def histogram(self, registry: CollectorRegistry) -> Histogram:
+        """A histogram of seconds for a service's registry."""
+        return Histogram(self.name, self.help, self.labels, registry=registry, buckets=_LATENCY_BUCKETS_S)
+
+
+GATEWAY_REQUESTS = Metric(
+    "omni_gateway_requests_total", "counter", "Requests that ended, by outcome.", ("pipeline", "task", "outcome")
+)
+GATEWAY_REQUEST_SECONDS = Metric(
+    "omni_gateway_request_duration_seconds", "histogram", "From admission to the end.", ("pipeline", "task")
+)
+GATEWAY_FIRST_OUTPUT_SECONDS = Metric(
+    "omni_gateway_first_output_seconds", "histogram", "From admission to the first output.", ("pipeline", "task")
+)
+GATEWAY_INFLIGHT = Metric("omni_gateway_inflight_requests", "gauge", "Requests admitted and not ended.")
+GATEWAY_QUEUED = Metric("omni_gateway_queued_requests", "gauge", "Requests waiting for admission.")
+GATEWAY_REJECTED = Metric(
+    "omni_gateway_rejected_requests_total", "counter", "Requests not admitted, by reason.", ("reason",)
+)
+GATEWAY_RETRIES = Metric(
+    "omni_gateway_retries_total", "counter", "Attempts begun again before any output.", ("pipeline",)
+)
+GATEWAY_PROMPT_TOKENS = Metric(
+    "omni_gateway_prompt_tokens_total", "counter", "Prompt tokens of finished requests.", ("pipeline",)
+)
+GATEWAY_COMPLETION_TOKENS = Metric(
+    "omni_gateway_completion_tokens_total", "counter", "Tokens made for finished requests.", ("pipeline",)
+)
+GATEWAY_STAGE_CALLS = Metric(
+    "omni_gateway_stage_calls_total",
+    "counter",
+    "Calls assigned to a replica since it joined.",
+    ("pipeline", "stage", "replica"),
+)
+GATEWAY_STAGE_INFLIGHT = Metric(
+    "omni_gateway_stage_inflight_calls",
+    "gauge",
+    "Calls of this gateway at a replica now.",
+    ("pipeline", "stage", "replica"),
+)
+GATEWAY_REPLICAS = Metric(
+    "omni_gateway_replicas", "gauge", "Replicas of a stage, as this gateway sees them.", ("pipeline", "stage", "state")
+)
+GATEWAY_SESSIONS_BROKEN = Metric(
+    "omni_gateway_sessions_broken_total", "counter", "Sessions to replicas that broke.", ("pipeline", "stage")
+)
+GATEWAY_BINDINGS = Metric("omni_gateway_bindings", "gauge", "Requests bound to replicas, over all stages.")
+GATEWAY_CONTROL_PLANE_UP = Metric(
+    "omni_gateway_control_plane_connected", "gauge", "1 while both watches have a control plane."
+)
+GATEWAY_TABLE_REVISION = Metric(
+    "omni_gateway_table_revision", "gauge", "Store revision up to which replicas are known."
+)
+
+ALL: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))

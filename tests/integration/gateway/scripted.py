@@ -1,0 +1,268 @@
+"""A control plane and workers whose every step a test decides, speaking the real protos over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+import grpc.aio
+
+from omni.v1 import (
+    pipeline_pb2,
+    pipeline_service_pb2,
+    pipeline_service_pb2_grpc,
+    registry_service_pb2,
+    registry_service_pb2_grpc,
+    stage_service_pb2,
+    stage_service_pb2_grpc,
+    types_pb2,
+)
+from omnicore import errors, rpc
+
+Script = Callable[["Call"], Awaitable[None]]
+
+
+def speech_pipeline(name: str = "speech", *, async_chunk: bool = True) -> pipeline_pb2.Pipeline:
+    """thinker (text) → talker → code2wav (audio)."""
+    pipeline = pipeline_pb2.Pipeline(name=name, async_chunk=async_chunk, entrypoints={"chat": 0, "speech": 1})
+    pipeline.stages.add(stage_id=0, name="thinker", engine="sim", final_output=True, final_output_type="text")
+    pipeline.stages.add(stage_id=1, name="talker", engine="sim")
+    pipeline.stages.add(stage_id=2, name="code2wav", engine="sim", final_output=True, final_output_type="audio")
+    pipeline.stages[0].default_sampling_params.max_tokens = 64
+    for source in (0, 1):
+        pipeline.edges.add(
+            from_stage=source, to_stage=source + 1, window_size=4, connector="wire",
+            chunk_by=pipeline_pb2.CHUNK_BY_SENTENCE,
+        )  # fmt: skip
+    pipeline.connectors.add(name="wire", kind="shm")
+    return pipeline
+
+
+def text_pipeline(name: str = "text") -> pipeline_pb2.Pipeline:
+    """One stage that makes text."""
+    pipeline = pipeline_pb2.Pipeline(name=name, async_chunk=True, entrypoints={"chat": 0})
+    pipeline.stages.add(stage_id=0, name="lm", engine="sim", final_output=True, final_output_type="text")
+    return pipeline
+
+
+@dataclasses.dataclass(slots=True)
+class Call:
+    """One stage call at a scripted worker."""
+
+    request: stage_service_pb2.StageCall
+    worker: ScriptedWorker
+    _frames: asyncio.Queue[stage_service_pb2.SessionResponse]
+
+    def send(self, *events: stage_service_pb2.StageEvent) -> None:
+        """Send events of this call in one frame."""
+        for event in events:
+            event.call_id = self.request.call_id
+        self._frames.put_nowait(stage_service_pb2.SessionResponse(events=events))
+
+    def text(self, text: str) -> None:
+        """Some text."""
+        self.send(stage_service_pb2.StageEvent(text=text))
+
+    def audio(self, data: bytes, rate: int = 24000) -> None:
+        """Some PCM, with its format."""
+        info = stage_service_pb2.MediaInfo(mime_type="audio/pcm", sample_rate_hz=rate, channels=1)
+        self.send(stage_service_pb2.StageEvent(media=data, media_info=info))
+
+    def finish(self, reason: str = "stop", prompt: int = 0, completion: int = 0) -> None:
+        """The end."""
+        finish = stage_service_pb2.CallFinish(reason=reason, prompt_tokens=prompt, completion_tokens=completion)
+        self.send(stage_service_pb2.StageEvent(finish=finish))
+
+    def fail(self, error: errors.OmniError) -> None:
+        """The end, by an error."""
+        self.send(stage_service_pb2.StageEvent(error=error.to_status()))
+
+
+class ScriptedWorker(stage_service_pb2_grpc.StageServiceServicer):
+    """A StageService that runs ``script`` for each call."""
+
+    def __init__(self, pipeline: str, stage_id: int, replica_id: int, script: Script, epoch: int) -> None:
+        self.ref = types_pb2.ReplicaRef(
+            stage=types_pb2.StageRef(pipeline=pipeline, stage_id=stage_id), replica_id=replica_id, epoch=epoch
+        )
+        self.script = script
+        self.calls: list[stage_service_pb2.StageCall] = []
+        self.aborts: list[int] = []
+        self.aborted_requests: list[str] = []
+        self.running: dict[int, asyncio.Task[None]] = {}
+        self.sessions: set[asyncio.Queue[stage_service_pb2.SessionResponse]] = set()
+        self.endpoint = ""
+        self._server: rpc.RunningServer | None = None
+
+    async def start(self, port: int = 0) -> None:
+        self._server = await rpc.serve(
+            lambda server: stage_service_pb2_grpc.add_StageServiceServicer_to_server(self, server),
+            ["omni.v1.StageService"],
+            host="127.0.0.1",
+            port=port,
+        )
+        self.endpoint = f"127.0.0.1:{self._server.port}"
+
+    async def kill(self) -> None:
+        """As SIGKILL looks from outside: connections break, the port is closed."""
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.server.stop(None)
+        for task in self.running.values():
+            task.cancel()
+        await asyncio.gather(*self.running.values(), return_exceptions=True)
+        self.running.clear()
+
+    def record(self) -> types_pb2.Replica:
+        return types_pb2.Replica(
+            ref=self.ref, endpoint=self.endpoint, state=types_pb2.REPLICA_STATE_READY, engine="sim"
+        )
+
+    def broadcast(self, frame: stage_service_pb2.SessionResponse) -> None:
+        """Send a frame to every session."""
+        for frames in self.sessions:
+            frames.put_nowait(frame)
+
+    async def Session(  # noqa: N802
+        self, request_iterator: AsyncIterator[stage_service_pb2.SessionRequest], context: rpc.ServicerContext
+    ) -> AsyncIterator[stage_service_pb2.SessionResponse]:
+        first = await anext(request_iterator)
+        if first.hello.replica.epoch != self.ref.epoch:
+            raise errors.FailedPreconditionError(f"epoch is {self.ref.epoch}, not {first.hello.replica.epoch}")
+        yield stage_service_pb2.SessionResponse(welcome=stage_service_pb2.SessionWelcome(replica=self.ref))
+        frames: asyncio.Queue[stage_service_pb2.SessionResponse] = asyncio.Queue()
+        self.sessions.add(frames)
+        reader = asyncio.create_task(self._read(request_iterator, frames))
+        try:
+            while True:
+                yield await frames.get()
+        finally:
+            self.sessions.discard(frames)
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def _read(
+        self,
+        requests: AsyncIterator[stage_service_pb2.SessionRequest],
+        frames: asyncio.Queue[stage_service_pb2.SessionResponse],
+    ) -> None:
+        async for frame in requests:
+            for call_id in frame.aborts:
+                self.aborts.append(call_id)
+                if (task := self.running.pop(call_id, None)) is not None:
+                    task.cancel()
+            for call in frame.calls:
+                self.calls.append(call)
+                task = asyncio.create_task(self._run(Call(call, self, frames)))
+                self.running[call.call_id] = task
+
+    async def _run(self, call: Call) -> None:
+        await self.script(call)
+        self.running.pop(call.request.call_id, None)
+
+    async def Abort(  # noqa: N802
+        self, request: stage_service_pb2.StageServiceAbortRequest, context: rpc.ServicerContext
+    ) -> stage_service_pb2.StageServiceAbortResponse:
+        self.aborted_requests.append(request.request_id)
+        return stage_service_pb2.StageServiceAbortResponse(found=True)
+
+
+class ScriptedControlPlane(
+    registry_service_pb2_grpc.RegistryServiceServicer, pipeline_service_pb2_grpc.PipelineServiceServicer
+):
+    """Both watches, with a revision that grows with every change."""
+
+    def __init__(self, pipelines: Sequence[pipeline_pb2.Pipeline] = ()) -> None:
+        self.pipelines = {pipeline.name: pipeline for pipeline in pipelines}
+        self.replicas: dict[tuple[str, int, int], types_pb2.Replica] = {}
+        self.revision = 1
+        self.resumed_from: list[int] = []
+        self.address = ""
+        self._watchers: set[asyncio.Queue[registry_service_pb2.WatchReplicasResponse]] = set()
+        self._server: rpc.RunningServer | None = None
+
+    async def start(self, port: int = 0) -> None:
+        def add(server: grpc.aio.Server) -> None:
+            registry_service_pb2_grpc.add_RegistryServiceServicer_to_server(self, server)
+            pipeline_service_pb2_grpc.add_PipelineServiceServicer_to_server(self, server)
+
+        self._server = await rpc.serve(add, [], host="127.0.0.1", port=port)
+        self.address = f"127.0.0.1:{self._server.port}"
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.server.stop(None)
+
+    def put(self, replica: types_pb2.Replica) -> None:
+        """Register or change a replica."""
+        ref = replica.ref
+        self.replicas[ref.stage.pipeline, ref.stage.stage_id, ref.replica_id] = replica
+        self.revision += 1
+        self._push(registry_service_pb2.WatchReplicasResponse(revision=self.revision, changed=[replica]))
+
+    def remove(self, ref: types_pb2.ReplicaRef) -> None:
+        """Deregister a replica."""
+        self.replicas.pop((ref.stage.pipeline, ref.stage.stage_id, ref.replica_id), None)
+        self.revision += 1
+        self._push(registry_service_pb2.WatchReplicasResponse(revision=self.revision, removed=[ref]))
+
+    def _push(self, message: registry_service_pb2.WatchReplicasResponse) -> None:
+        for watcher in self._watchers:
+            watcher.put_nowait(message)
+
+    async def WatchReplicas(  # noqa: N802
+        self, request: registry_service_pb2.WatchReplicasRequest, context: rpc.ServicerContext
+    ) -> AsyncIterator[registry_service_pb2.WatchReplicasResponse]:
+        self.resumed_from.append(request.resume_revision)
+        messages: asyncio.Queue[registry_service_pb2.WatchReplicasResponse] = asyncio.Queue()
+        self._watchers.add(messages)
+        try:
+            yield registry_service_pb2.WatchReplicasResponse(
+                revision=self.revision, snapshot=True, changed=self.replicas.values()
+            )
+            while True:
+                yield await messages.get()
+        finally:
+            self._watchers.discard(messages)
+
+    async def WatchPipelines(  # noqa: N802
+        self, request: pipeline_service_pb2.WatchPipelinesRequest, context: rpc.ServicerContext
+    ) -> AsyncIterator[pipeline_service_pb2.WatchPipelinesResponse]:
+        yield pipeline_service_pb2.WatchPipelinesResponse(
+            revision=self.revision, snapshot=True, changed=self.pipelines.values()
+        )
+        await asyncio.Event().wait()
+
+
+@dataclasses.dataclass(slots=True)
+class Cluster:
+    """A scripted control plane with its workers."""
+
+    control_plane: ScriptedControlPlane
+    workers: list[ScriptedWorker] = dataclasses.field(default_factory=list)
+
+    async def add(self, pipeline: str, stage_id: int, script: Script, replica_id: int = 0) -> ScriptedWorker:
+        """Start a worker and register it."""
+        epoch = 100 + len(self.workers)
+        worker = ScriptedWorker(pipeline, stage_id, replica_id, script, epoch)  # type: ignore[abstract]
+        await worker.start()
+        self.workers.append(worker)
+        self.control_plane.put(worker.record())
+        return worker
+
+
+@contextlib.asynccontextmanager
+async def cluster(*pipelines: pipeline_pb2.Pipeline) -> AsyncIterator[Cluster]:
+    """A running control plane that knows ``pipelines``; all ends with the context."""
+    control_plane = ScriptedControlPlane(pipelines)  # type: ignore[abstract]
+    await control_plane.start()
+    running = Cluster(control_plane)
+    try:
+        yield running
+    finally:
+        for worker in running.workers:
+            await worker.kill()
+        await control_plane.stop()
