@@ -1,0 +1,269 @@
+"""Control planes in this process over a real etcd, and workers that speak to them as real ones do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import uuid
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import grpc.aio
+
+from control_plane.app import ControlPlane
+from control_plane.config import ControlPlaneConfig
+from control_plane.etcd import EtcdClient
+from omni.v1 import (
+    admin_service_pb2_grpc,
+    pipeline_pb2,
+    pipeline_service_pb2,
+    pipeline_service_pb2_grpc,
+    registry_service_pb2_grpc,
+    types_pb2,
+)
+from omni.v1 import registry_service_pb2 as pb
+from omnicore import errors, rpc
+from tests.support.etcd import EtcdNode, etcd_server
+from tests.support.processes import wait_until
+
+DEPLOY = """
+pipeline: demo
+stages:
+  - {stage_id: 0, name: thinker, engine: sim, final_output: true, final_output_type: text}
+  - {stage_id: 1, name: talker, engine: sim, num_replicas: 2, final_output: true, final_output_type: audio}
+edges:
+  - {from: 0, to: 1}
+"""
+
+_ports = itertools.count(20_000)
+
+STARTING, READY = types_pb2.REPLICA_STATE_STARTING, types_pb2.REPLICA_STATE_READY
+ASLEEP, DRAINING = types_pb2.REPLICA_STATE_ASLEEP, types_pb2.REPLICA_STATE_DRAINING
+
+
+class Client:
+    """A connection to one control plane."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.channel = rpc.channel(address)
+        self.registry = registry_service_pb2_grpc.RegistryServiceStub(self.channel)
+        self.pipelines = pipeline_service_pb2_grpc.PipelineServiceStub(self.channel)
+        self.admin = admin_service_pb2_grpc.AdminServiceStub(self.channel)
+
+    async def apply(self, text: str = DEPLOY, **fields: str) -> pipeline_pb2.Pipeline:
+        """Apply a deploy file."""
+        request = pipeline_service_pb2.ApplyPipelineRequest(deploy_yaml=text, **fields)  # type: ignore[arg-type]
+        response = await self.pipelines.ApplyPipeline(request)
+        return response.pipeline
+
+    async def replicas(self) -> dict[int, types_pb2.Replica]:
+        """The table, by replica id; for tests with one stage."""
+        response = await self.registry.ListReplicas(pb.ListReplicasRequest())
+        return {replica.ref.replica_id: replica for replica in response.replicas}
+
+
+@dataclasses.dataclass(slots=True)
+class Watcher:
+    """Follows the replicas in the background and remembers all frames."""
+
+    call: grpc.aio.UnaryStreamCall[pb.WatchReplicasRequest, pb.WatchReplicasResponse]
+    frames: list[pb.WatchReplicasResponse] = dataclasses.field(default_factory=list)
+    table: dict[tuple[str, int, int], types_pb2.Replica] = dataclasses.field(default_factory=dict)
+    revision: int = 0
+    stale: bool = False
+    error: errors.OmniError | None = None
+    removed_before_known: int = 0
+
+    async def run(self) -> None:
+        try:
+            async for frame in self.call:
+                self._take(frame)
+        except grpc.aio.AioRpcError as error:
+            self.error = errors.from_rpc_error(error)
+
+    def _take(self, frame: pb.WatchReplicasResponse) -> None:
+        self.frames.append(frame)
+        if frame.snapshot:
+            self.table.clear()
+        else:
+            assert frame.revision >= self.revision, "revisions never go back"
+        self.revision, self.stale = frame.revision, frame.stale
+        for replica in frame.changed:
+            self.table[_key(replica.ref)] = replica
+        for ref in frame.removed:
+            self.removed_before_known += self.table.pop(_key(ref), None) is None
+
+    def ids(self, stage_id: int = 1) -> set[int]:
+        return {replica_id for _, stage, replica_id in self.table if stage == stage_id}
+
+    def one(self, replica_id: int = 0, stage_id: int = 1) -> types_pb2.Replica | None:
+        return self.table.get(("demo", stage_id, replica_id))
+
+
+def _key(ref: types_pb2.ReplicaRef) -> tuple[str, int, int]:
+    return ref.stage.pipeline, ref.stage.stage_id, ref.replica_id
+
+
+@contextlib.asynccontextmanager
+async def watching(client: Client, resume: int = 0) -> AsyncIterator[Watcher]:
+    call = client.registry.WatchReplicas(pb.WatchReplicasRequest(resume_revision=resume))
+    watcher = Watcher(call)
+    task = asyncio.create_task(watcher.run())
+    try:
+        await wait_until(lambda: bool(watcher.frames) or watcher.error is not None, what="first frame")
+        yield watcher
+    finally:
+        call.cancel()
+        task.cancel()
+        await asyncio.wait({task})
+
+
+class Worker:
+    """One instance: registers, beats, follows directives. ``hang`` and ``break_stream`` make trouble."""
+
+    def __init__(self, pipeline: pipeline_pb2.Pipeline, stage_id: int = 1) -> None:
+        stage = next(stage for stage in pipeline.stages if stage.stage_id == stage_id)
+        self.request = pb.RegisterRequest(
+            instance_uuid=str(uuid.uuid4()),
+            stage=types_pb2.StageRef(pipeline=pipeline.name, stage_id=stage_id),
+            endpoint=f"127.0.0.1:{next(_ports)}",
+            fingerprint=types_pb2.StageFingerprint(
+                model=stage.model,
+                config_sha256=stage.config_sha256,
+                tensor_parallel_size=stage.tensor_parallel_size,
+                protocol_version="1.0",
+            ),
+            state=READY,
+            engine="sim",
+        )
+        self.claim = pb.RegisterResponse()
+        self.state = READY
+        self.load = types_pb2.LoadReport()
+        self.answers: list[pb.HeartbeatResponse] = []
+        self.registrations = 0
+        self.hung = False
+        self.reregister = True
+        self._call: grpc.aio.StreamStreamCall[pb.HeartbeatRequest, pb.HeartbeatResponse] | None = None
+
+    @property
+    def replica_id(self) -> int:
+        return self.claim.replica.replica_id
+
+    async def register(self, client: Client) -> pb.RegisterResponse:
+        self.claim = await client.registry.Register(self.request, timeout=10)
+        self.request.preferred_replica_id = self.replica_id
+        self.registrations += 1
+        return self.claim
+
+    def beat(self) -> pb.HeartbeatRequest:
+        return pb.HeartbeatRequest(
+            replica=self.claim.replica,
+            lease_id=self.claim.lease_id,
+            instance_uuid=self.request.instance_uuid,
+            state=self.state,
+            load=self.load,
+        )
+
+    async def run(self, *clients: Client, interval_s: float = 0.05) -> None:
+        """Beat for ever, going round the control planes when a stream fails."""
+        for client in itertools.cycle(clients):
+            try:
+                await self._stream(client, interval_s)
+            except grpc.aio.AioRpcError as error:
+                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+                    raise
+            await asyncio.sleep(0.02)
+
+    async def _stream(self, client: Client, interval_s: float) -> None:
+        self._call = call = client.registry.Heartbeat()
+        try:
+            while True:
+                while self.hung:
+                    await asyncio.sleep(0.01)
+                await call.write(self.beat())
+                answer = await call.read()
+                if answer is grpc.aio.EOF:
+                    await call.initial_metadata()
+                    raise grpc.aio.AioRpcError(
+                        await call.code(), grpc.aio.Metadata(), grpc.aio.Metadata(), await call.details()
+                    )
+                assert isinstance(answer, pb.HeartbeatResponse)
+                self.answers.append(answer)
+                if answer.directive == pb.HEARTBEAT_DIRECTIVE_REREGISTER and self.reregister:
+                    await self.register(client)
+                await asyncio.sleep(interval_s)
+        finally:
+            call.cancel()
+
+    def break_stream(self) -> None:
+        assert self._call is not None
+        self._call.cancel()
+
+
+@contextlib.asynccontextmanager
+async def beating(worker: Worker, *clients: Client) -> AsyncIterator[None]:
+    task = asyncio.create_task(worker.run(*clients))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+
+
+@dataclasses.dataclass(slots=True)
+class Cluster:
+    """An etcd and the control planes on it."""
+
+    etcd: EtcdNode
+    etcd_client: EtcdClient
+    stack: contextlib.AsyncExitStack
+    ttl_s: int = 2
+    planes: list[ControlPlane] = dataclasses.field(default_factory=list)
+
+    async def control_plane(self, *, loaded: bool = True) -> tuple[ControlPlane, Client]:
+        """Start another one."""
+        settings = ControlPlaneConfig(
+            listen="127.0.0.1:0",
+            etcd=(self.etcd.endpoint,),
+            lease_ttl_s=self.ttl_s,
+            heartbeat_interval_s=0.1,
+            drain_s=0.2,
+        )
+        etcd_client = await self.stack.enter_async_context(EtcdClient([self.etcd.endpoint], timeout_s=2.0))
+        plane = await self.stack.enter_async_context(ControlPlane(settings, etcd_client))
+        client = Client(plane.address)
+        await self.stack.enter_async_context(client.channel)
+        if loaded:
+            async with asyncio.timeout(10):
+                await plane.loaded()
+        self.planes.append(plane)
+        return plane, client
+
+    async def start(self) -> Client:
+        """The first control plane, with the demo pipeline applied."""
+        _, client = await self.control_plane()
+        await client.apply()
+        return client
+
+
+@contextlib.asynccontextmanager
+async def cluster(ttl_s: int = 2) -> AsyncIterator[Cluster]:
+    async with (
+        etcd_server() as node,
+        EtcdClient([node.endpoint], timeout_s=2.0) as etcd_client,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        yield Cluster(node, etcd_client, stack, ttl_s)
+
+
+def error_of(error: grpc.aio.AioRpcError) -> errors.OmniError:
+    return errors.from_rpc_error(error)
+
+
+async def until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+    await wait_until(condition, timeout_s, what)
