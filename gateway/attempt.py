@@ -19,7 +19,7 @@ from gateway.replica_table import Claim
 from gateway.request import RequestState
 from gateway.router import Router
 from gateway.stage_pool import Assignment
-from omni.v1 import pipeline_pb2, sampling_pb2, stage_service_pb2, types_pb2
+from omni.v1 import output_pb2, pipeline_pb2, sampling_pb2, stage_service_pb2, types_pb2
 from omnicore import errors
 
 
@@ -109,6 +109,8 @@ class Attempt:
             if not run.ended:
                 run.ended = True
                 run.session.abort(run.call_id)
+            elif self._left and self._plan.async_chunk and run.step.outputs:
+                run.session.discard(run.call_id)  # its consumers end here too, and will not read the rest
             run.assignment.release()
 
     @property
@@ -120,7 +122,7 @@ class Attempt:
 
     # -- what sinks tell --
 
-    def stage_finished(self, run: StageRun, finish: stage_service_pb2.CallFinish) -> None:
+    def stage_finished(self, run: StageRun, finish: output_pb2.CallFinish) -> None:
         """A stage is complete; its consumers may be ready now, or the request complete."""
         state = self.state
         usage = state.usage

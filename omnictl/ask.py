@@ -11,7 +11,7 @@ from typing import BinaryIO, TextIO, cast
 import grpc
 import grpc.aio
 
-from omni.v1 import inference_service_pb2, prompt_pb2, sampling_pb2, stage_service_pb2
+from omni.v1 import inference_service_pb2, output_pb2, prompt_pb2, sampling_pb2
 from omnicore.clock import SYSTEM_CLOCK, Clock
 from omnicore.errors import DataLossError, FailedPreconditionError, InvalidRequestError
 from omnictl import connect
@@ -66,7 +66,7 @@ class Answer:
     total_s: float = 0.0
     audio_s: float = 0.0
     """Playing time of the speech."""
-    finish: stage_service_pb2.CallFinish = dataclasses.field(default_factory=stage_service_pb2.CallFinish)
+    finish: output_pb2.CallFinish = dataclasses.field(default_factory=output_pb2.CallFinish)
 
     def summary(self, audio: str) -> str:
         """One line for people; ``audio`` is where the speech went."""
@@ -169,9 +169,9 @@ class _SpeechFile:
     def __init__(self, target: str) -> None:
         self._target = target
         self._writer: WavWriter | None = None
-        self._info: stage_service_pb2.MediaInfo | None = None
+        self._info: output_pb2.MediaInfo | None = None
 
-    def begin(self, info: stage_service_pb2.MediaInfo) -> None:
+    def begin(self, info: output_pb2.MediaInfo) -> None:
         """Take note of how to read the media that follows."""
         if info.mime_type.split(";")[0].strip() != _PCM:
             raise DataLossError(f"cannot write {info.mime_type!r} as WAV", reason="UNSUPPORTED_MEDIA")

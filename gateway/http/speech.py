@@ -8,7 +8,7 @@ from gateway.http.pacing import Pacer
 from gateway.http.service import HttpService
 from gateway.http.speech_schema import parse_speech
 from gateway.request import RequestState
-from omni.v1 import stage_service_pb2
+from omni.v1 import output_pb2
 from omnicore import errors
 from omnicore.log import get_logger
 
@@ -59,9 +59,7 @@ class SpeechEndpoint:
             pacer.send_ended()
 
 
-def _headers(
-    info: stage_service_pb2.MediaInfo, response_format: str, request_id: str
-) -> tuple[tuple[bytes, bytes], ...]:
+def _headers(info: output_pb2.MediaInfo, response_format: str, request_id: str) -> tuple[tuple[bytes, bytes], ...]:
     facts = b"rate=%d;channels=%d" % (info.sample_rate_hz, info.channels)
     content_type = b"audio/wav" if response_format == "wav" else b"audio/pcm;" + facts
     return (b"content-type", content_type), (b"x-speech-id", request_id.encode())

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 import grpc.aio
 
 from omni.v1 import (
+    output_pb2,
     pipeline_pb2,
     pipeline_service_pb2,
     pipeline_service_pb2_grpc,
@@ -67,12 +68,12 @@ class Call:
 
     def audio(self, data: bytes, rate: int = 24000) -> None:
         """Some PCM, with its format."""
-        info = stage_service_pb2.MediaInfo(mime_type="audio/pcm", sample_rate_hz=rate, channels=1)
+        info = output_pb2.MediaInfo(mime_type="audio/pcm", sample_rate_hz=rate, channels=1)
         self.send(stage_service_pb2.StageEvent(media=data, media_info=info))
 
     def finish(self, reason: str = "stop", prompt: int = 0, completion: int = 0) -> None:
         """The end."""
-        finish = stage_service_pb2.CallFinish(reason=reason, prompt_tokens=prompt, completion_tokens=completion)
+        finish = output_pb2.CallFinish(reason=reason, prompt_tokens=prompt, completion_tokens=completion)
         self.send(stage_service_pb2.StageEvent(finish=finish))
 
     def fail(self, error: errors.OmniError) -> None:

@@ -9,9 +9,9 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from omni.v1 import output_pb2 as _output_pb2
 from omni.v1 import prompt_pb2 as _prompt_pb2
 from omni.v1 import sampling_pb2 as _sampling_pb2
-from omni.v1 import stage_service_pb2 as _stage_service_pb2
 from omni.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -111,11 +111,11 @@ class GenerateResponse(_message.Message):
         """Tokens of that text, where the engine gives them."""
 
     @_builtins.property
-    def media_info(self) -> _stage_service_pb2.MediaInfo:
+    def media_info(self) -> _output_pb2.MediaInfo:
         """With the first media bytes."""
 
     @_builtins.property
-    def finish(self) -> _stage_service_pb2.CallFinish:
+    def finish(self) -> _output_pb2.CallFinish:
         """In the last message."""
 
     def __init__(
@@ -125,8 +125,8 @@ class GenerateResponse(_message.Message):
         text: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         media: _builtins.bytes = ...,
-        media_info: _stage_service_pb2.MediaInfo | None = ...,
-        finish: _stage_service_pb2.CallFinish | None = ...,
+        media_info: _output_pb2.MediaInfo | None = ...,
+        finish: _output_pb2.CallFinish | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "media_info", b"media_info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -25,6 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
+from omni.v1 import output_pb2 as omni_dot_v1_dot_output__pb2
 from omni.v1 import pipeline_pb2 as omni_dot_v1_dot_pipeline__pb2
 from omni.v1 import prompt_pb2 as omni_dot_v1_dot_prompt__pb2
 from omni.v1 import sampling_pb2 as omni_dot_v1_dot_sampling__pb2
@@ -32,55 +33,51 @@ from omni.v1 import transfer_pb2 as omni_dot_v1_dot_transfer__pb2
 from omni.v1 import types_pb2 as omni_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bomni/v1/stage_service.proto\x12\x07omni.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x17google/rpc/status.proto\x1a\x16omni/v1/pipeline.proto\x1a\x14omni/v1/prompt.proto\x1a\x16omni/v1/sampling.proto\x1a\x16omni/v1/transfer.proto\x1a\x13omni/v1/types.proto\"i\n\x0eSessionRequest\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x15.omni.v1.SessionHello\x12!\n\x05\x63\x61lls\x18\x02 \x03(\x0b\x32\x12.omni.v1.StageCall\x12\x0e\n\x06\x61\x62orts\x18\x03 \x03(\x04\"H\n\x0cSessionHello\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12$\n\x07replica\x18\x02 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\"\x95\x01\n\x0fSessionResponse\x12(\n\x07welcome\x18\x01 \x01(\x0b\x32\x17.omni.v1.SessionWelcome\x12#\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x13.omni.v1.StageEvent\x12!\n\x04load\x18\x03 \x01(\x0b\x32\x13.omni.v1.LoadReport\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\"6\n\x0eSessionWelcome\x12$\n\x07replica\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\"\xd5\x02\n\tStageCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x1f\n\x06prompt\x18\x04 \x01(\x0b\x32\x0f.omni.v1.Prompt\x12\"\n\x06inputs\x18\x05 \x03(\x0b\x32\x12.omni.v1.EdgeInput\x12$\n\x07outputs\x18\x06 \x03(\x0b\x32\x13.omni.v1.EdgeOutput\x12)\n\x08sampling\x18\x07 \x01(\x0b\x32\x17.omni.v1.SamplingParams\x12\x13\n\x0b\x65mit_output\x18\x08 \x01(\x08\x12*\n\x07timeout\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12&\n\x06speech\x18\x0b \x01(\x0b\x32\x16.omni.v1.SpeechOptions\"v\n\tEdgeInput\x12\x12\n\nfrom_stage\x18\x01 \x01(\r\x12&\n\x07handles\x18\x02 \x01(\x0b\x32\x13.omni.v1.HandleListH\x00\x12#\n\x04\x66low\x18\x03 \x01(\x0b\x32\x13.omni.v1.FlowSourceH\x00\x42\x08\n\x06source\"6\n\nHandleList\x12(\n\x07handles\x18\x01 \x03(\x0b\x32\x17.omni.v1.TransferHandle\"T\n\nFlowSource\x12$\n\x07replica\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x0e\n\x06window\x18\x03 \x01(\x05\"v\n\nEdgeOutput\x12\x10\n\x08to_stage\x18\x01 \x01(\r\x12\x0c\n\x04\x66low\x18\x02 \x01(\x08\x12\"\n\x08\x63hunk_by\x18\x03 \x01(\x0e\x32\x10.omni.v1.ChunkBy\x12\x11\n\tconnector\x18\x04 \x01(\t\x12\x11\n\tconsumers\x18\x05 \x01(\r\"\xe4\x01\n\nStageEvent\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\r\n\x05media\x18\x04 \x01(\x0c\x12&\n\nmedia_info\x18\x05 \x01(\x0b\x32\x12.omni.v1.MediaInfo\x12%\n\x07outputs\x18\x06 \x03(\x0b\x32\x14.omni.v1.StageOutput\x12#\n\x06\x66inish\x18\x07 \x01(\x0b\x32\x13.omni.v1.CallFinish\x12!\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x12.google.rpc.Status\"I\n\x0bStageOutput\x12\x10\n\x08to_stage\x18\x01 \x01(\r\x12(\n\x07handles\x18\x02 \x03(\x0b\x32\x17.omni.v1.TransferHandle\"H\n\tMediaInfo\x12\x11\n\tmime_type\x18\x01 \x01(\t\x12\x16\n\x0esample_rate_hz\x18\x02 \x01(\r\x12\x10\n\x08\x63hannels\x18\x03 \x01(\r\"N\n\nCallFinish\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"X\n\x0e\x45xecuteRequest\x12$\n\x07replica\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12 \n\x04\x63\x61ll\x18\x02 \x01(\x0b\x32\x12.omni.v1.StageCall\"6\n\x0f\x45xecuteResponse\x12#\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x13.omni.v1.StageEvent\">\n\x18StageServiceAbortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"E\n\x19StageServiceAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\x85\x01\n\x0e\x43ontrolRequest\x12$\n\x07replica\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12&\n\x06method\x18\x02 \x01(\x0e\x32\x16.omni.v1.ControlMethod\x12%\n\x04\x61rgs\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\":\n\x0f\x43ontrolResponse\x12\'\n\x06result\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct\"\x15\n\x13GetStageInfoRequest\"n\n\x14GetStageInfoResponse\x12!\n\x07replica\x18\x01 \x01(\x0b\x32\x10.omni.v1.Replica\x12\x1d\n\x05stage\x18\x02 \x01(\x0b\x32\x0e.omni.v1.Stage\x12\x14\n\x0c\x61\x63tive_calls\x18\x03 \x01(\r2\xeb\x02\n\x0cStageService\x12@\n\x07Session\x12\x17.omni.v1.SessionRequest\x1a\x18.omni.v1.SessionResponse(\x01\x30\x01\x12>\n\x07\x45xecute\x12\x17.omni.v1.ExecuteRequest\x1a\x18.omni.v1.ExecuteResponse0\x01\x12N\n\x05\x41\x62ort\x12!.omni.v1.StageServiceAbortRequest\x1a\".omni.v1.StageServiceAbortResponse\x12<\n\x07\x43ontrol\x12\x17.omni.v1.ControlRequest\x1a\x18.omni.v1.ControlResponse\x12K\n\x0cGetStageInfo\x12\x1c.omni.v1.GetStageInfoRequest\x1a\x1d.omni.v1.GetStageInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bomni/v1/stage_service.proto\x12\x07omni.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x17google/rpc/status.proto\x1a\x14omni/v1/output.proto\x1a\x16omni/v1/pipeline.proto\x1a\x14omni/v1/prompt.proto\x1a\x16omni/v1/sampling.proto\x1a\x16omni/v1/transfer.proto\x1a\x13omni/v1/types.proto\"i\n\x0eSessionRequest\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x15.omni.v1.SessionHello\x12!\n\x05\x63\x61lls\x18\x02 \x03(\x0b\x32\x12.omni.v1.StageCall\x12\x0e\n\x06\x61\x62orts\x18\x03 \x03(\x04\"H\n\x0cSessionHello\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12$\n\x07replica\x18\x02 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\"\x95\x01\n\x0fSessionResponse\x12(\n\x07welcome\x18\x01 \x01(\x0b\x32\x17.omni.v1.SessionWelcome\x12#\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x13.omni.v1.StageEvent\x12!\n\x04load\x18\x03 \x01(\x0b\x32\x13.omni.v1.LoadReport\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\"6\n\x0eSessionWelcome\x12$\n\x07replica\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\"\xd5\x02\n\tStageCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x1f\n\x06prompt\x18\x04 \x01(\x0b\x32\x0f.omni.v1.Prompt\x12\"\n\x06inputs\x18\x05 \x03(\x0b\x32\x12.omni.v1.EdgeInput\x12$\n\x07outputs\x18\x06 \x03(\x0b\x32\x13.omni.v1.EdgeOutput\x12)\n\x08sampling\x18\x07 \x01(\x0b\x32\x17.omni.v1.SamplingParams\x12\x13\n\x0b\x65mit_output\x18\x08 \x01(\x08\x12*\n\x07timeout\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12&\n\x06speech\x18\x0b \x01(\x0b\x32\x16.omni.v1.SpeechOptions\"v\n\tEdgeInput\x12\x12\n\nfrom_stage\x18\x01 \x01(\r\x12&\n\x07handles\x18\x02 \x01(\x0b\x32\x13.omni.v1.HandleListH\x00\x12#\n\x04\x66low\x18\x03 \x01(\x0b\x32\x13.omni.v1.FlowSourceH\x00\x42\x08\n\x06source\"6\n\nHandleList\x12(\n\x07handles\x18\x01 \x03(\x0b\x32\x17.omni.v1.TransferHandle\"T\n\nFlowSource\x12$\n\x07replica\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x0e\n\x06window\x18\x03 \x01(\x05\"v\n\nEdgeOutput\x12\x10\n\x08to_stage\x18\x01 \x01(\r\x12\x0c\n\x04\x66low\x18\x02 \x01(\x08\x12\"\n\x08\x63hunk_by\x18\x03 \x01(\x0e\x32\x10.omni.v1.ChunkBy\x12\x11\n\tconnector\x18\x04 \x01(\t\x12\x11\n\tconsumers\x18\x05 \x01(\r\"\xe4\x01\n\nStageEvent\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\r\n\x05media\x18\x04 \x01(\x0c\x12&\n\nmedia_info\x18\x05 \x01(\x0b\x32\x12.omni.v1.MediaInfo\x12%\n\x07outputs\x18\x06 \x03(\x0b\x32\x14.omni.v1.StageOutput\x12#\n\x06\x66inish\x18\x07 \x01(\x0b\x32\x13.omni.v1.CallFinish\x12!\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x12.google.rpc.Status\"I\n\x0bStageOutput\x12\x10\n\x08to_stage\x18\x01 \x01(\r\x12(\n\x07handles\x18\x02 \x03(\x0b\x32\x17.omni.v1.TransferHandle\"X\n\x0e\x45xecuteRequest\x12$\n\x07replica\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12 \n\x04\x63\x61ll\x18\x02 \x01(\x0b\x32\x12.omni.v1.StageCall\"6\n\x0f\x45xecuteResponse\x12#\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x13.omni.v1.StageEvent\">\n\x18StageServiceAbortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"E\n\x19StageServiceAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\x85\x01\n\x0e\x43ontrolRequest\x12$\n\x07replica\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12&\n\x06method\x18\x02 \x01(\x0e\x32\x16.omni.v1.ControlMethod\x12%\n\x04\x61rgs\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\":\n\x0f\x43ontrolResponse\x12\'\n\x06result\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct\"\x15\n\x13GetStageInfoRequest\"n\n\x14GetStageInfoResponse\x12!\n\x07replica\x18\x01 \x01(\x0b\x32\x10.omni.v1.Replica\x12\x1d\n\x05stage\x18\x02 \x01(\x0b\x32\x0e.omni.v1.Stage\x12\x14\n\x0c\x61\x63tive_calls\x18\x03 \x01(\r2\xeb\x02\n\x0cStageService\x12@\n\x07Session\x12\x17.omni.v1.SessionRequest\x1a\x18.omni.v1.SessionResponse(\x01\x30\x01\x12>\n\x07\x45xecute\x12\x17.omni.v1.ExecuteRequest\x1a\x18.omni.v1.ExecuteResponse0\x01\x12N\n\x05\x41\x62ort\x12!.omni.v1.StageServiceAbortRequest\x1a\".omni.v1.StageServiceAbortResponse\x12<\n\x07\x43ontrol\x12\x17.omni.v1.ControlRequest\x1a\x18.omni.v1.ControlResponse\x12K\n\x0cGetStageInfo\x12\x1c.omni.v1.GetStageInfoRequest\x1a\x1d.omni.v1.GetStageInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'omni.v1.stage_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SESSIONREQUEST']._serialized_start=242
-  _globals['_SESSIONREQUEST']._serialized_end=347
-  _globals['_SESSIONHELLO']._serialized_start=349
-  _globals['_SESSIONHELLO']._serialized_end=421
-  _globals['_SESSIONRESPONSE']._serialized_start=424
-  _globals['_SESSIONRESPONSE']._serialized_end=573
-  _globals['_SESSIONWELCOME']._serialized_start=575
-  _globals['_SESSIONWELCOME']._serialized_end=629
-  _globals['_STAGECALL']._serialized_start=632
-  _globals['_STAGECALL']._serialized_end=973
-  _globals['_EDGEINPUT']._serialized_start=975
-  _globals['_EDGEINPUT']._serialized_end=1093
-  _globals['_HANDLELIST']._serialized_start=1095
-  _globals['_HANDLELIST']._serialized_end=1149
-  _globals['_FLOWSOURCE']._serialized_start=1151
-  _globals['_FLOWSOURCE']._serialized_end=1235
-  _globals['_EDGEOUTPUT']._serialized_start=1237
-  _globals['_EDGEOUTPUT']._serialized_end=1355
-  _globals['_STAGEEVENT']._serialized_start=1358
-  _globals['_STAGEEVENT']._serialized_end=1586
-  _globals['_STAGEOUTPUT']._serialized_start=1588
-  _globals['_STAGEOUTPUT']._serialized_end=1661
-  _globals['_MEDIAINFO']._serialized_start=1663
-  _globals['_MEDIAINFO']._serialized_end=1735
-  _globals['_CALLFINISH']._serialized_start=1737
-  _globals['_CALLFINISH']._serialized_end=1815
-  _globals['_EXECUTEREQUEST']._serialized_start=1817
-  _globals['_EXECUTEREQUEST']._serialized_end=1905
-  _globals['_EXECUTERESPONSE']._serialized_start=1907
-  _globals['_EXECUTERESPONSE']._serialized_end=1961
-  _globals['_STAGESERVICEABORTREQUEST']._serialized_start=1963
-  _globals['_STAGESERVICEABORTREQUEST']._serialized_end=2025
-  _globals['_STAGESERVICEABORTRESPONSE']._serialized_start=2027
-  _globals['_STAGESERVICEABORTRESPONSE']._serialized_end=2096
-  _globals['_CONTROLREQUEST']._serialized_start=2099
-  _globals['_CONTROLREQUEST']._serialized_end=2232
-  _globals['_CONTROLRESPONSE']._serialized_start=2234
-  _globals['_CONTROLRESPONSE']._serialized_end=2292
-  _globals['_GETSTAGEINFOREQUEST']._serialized_start=2294
-  _globals['_GETSTAGEINFOREQUEST']._serialized_end=2315
-  _globals['_GETSTAGEINFORESPONSE']._serialized_start=2317
-  _globals['_GETSTAGEINFORESPONSE']._serialized_end=2427
-  _globals['_STAGESERVICE']._serialized_start=2430
-  _globals['_STAGESERVICE']._serialized_end=2793
+  _globals['_SESSIONREQUEST']._serialized_start=264
+  _globals['_SESSIONREQUEST']._serialized_end=369
+  _globals['_SESSIONHELLO']._serialized_start=371
+  _globals['_SESSIONHELLO']._serialized_end=443
+  _globals['_SESSIONRESPONSE']._serialized_start=446
+  _globals['_SESSIONRESPONSE']._serialized_end=595
+  _globals['_SESSIONWELCOME']._serialized_start=597
+  _globals['_SESSIONWELCOME']._serialized_end=651
+  _globals['_STAGECALL']._serialized_start=654
+  _globals['_STAGECALL']._serialized_end=995
+  _globals['_EDGEINPUT']._serialized_start=997
+  _globals['_EDGEINPUT']._serialized_end=1115
+  _globals['_HANDLELIST']._serialized_start=1117
+  _globals['_HANDLELIST']._serialized_end=1171
+  _globals['_FLOWSOURCE']._serialized_start=1173
+  _globals['_FLOWSOURCE']._serialized_end=1257
+  _globals['_EDGEOUTPUT']._serialized_start=1259
+  _globals['_EDGEOUTPUT']._serialized_end=1377
+  _globals['_STAGEEVENT']._serialized_start=1380
+  _globals['_STAGEEVENT']._serialized_end=1608
+  _globals['_STAGEOUTPUT']._serialized_start=1610
+  _globals['_STAGEOUTPUT']._serialized_end=1683
+  _globals['_EXECUTEREQUEST']._serialized_start=1685
+  _globals['_EXECUTEREQUEST']._serialized_end=1773
+  _globals['_EXECUTERESPONSE']._serialized_start=1775
+  _globals['_EXECUTERESPONSE']._serialized_end=1829
+  _globals['_STAGESERVICEABORTREQUEST']._serialized_start=1831
+  _globals['_STAGESERVICEABORTREQUEST']._serialized_end=1893
+  _globals['_STAGESERVICEABORTRESPONSE']._serialized_start=1895
+  _globals['_STAGESERVICEABORTRESPONSE']._serialized_end=1964
+  _globals['_CONTROLREQUEST']._serialized_start=1967
+  _globals['_CONTROLREQUEST']._serialized_end=2100
+  _globals['_CONTROLRESPONSE']._serialized_start=2102
+  _globals['_CONTROLRESPONSE']._serialized_end=2160
+  _globals['_GETSTAGEINFOREQUEST']._serialized_start=2162
+  _globals['_GETSTAGEINFOREQUEST']._serialized_end=2183
+  _globals['_GETSTAGEINFORESPONSE']._serialized_start=2185
+  _globals['_GETSTAGEINFORESPONSE']._serialized_end=2295
+  _globals['_STAGESERVICE']._serialized_start=2298
+  _globals['_STAGESERVICE']._serialized_end=2661
 # @@protoc_insertion_point(module_scope)

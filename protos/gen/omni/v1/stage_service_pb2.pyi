@@ -10,6 +10,7 @@ from google.protobuf import message as _message
 from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf.internal import containers as _containers
 from google.rpc import status_pb2 as _status_pb2
+from omni.v1 import output_pb2 as _output_pb2
 from omni.v1 import pipeline_pb2 as _pipeline_pb2
 from omni.v1 import prompt_pb2 as _prompt_pb2
 from omni.v1 import sampling_pb2 as _sampling_pb2
@@ -383,7 +384,7 @@ class StageEvent(_message.Message):
         """Tokens added by this step."""
 
     @_builtins.property
-    def media_info(self) -> Global___MediaInfo:
+    def media_info(self) -> _output_pb2.MediaInfo:
         """With the first media bytes of a call."""
 
     @_builtins.property
@@ -391,7 +392,7 @@ class StageEvent(_message.Message):
         """Data for downstream stages of edges that do not flow."""
 
     @_builtins.property
-    def finish(self) -> Global___CallFinish:
+    def finish(self) -> _output_pb2.CallFinish:
         """The call is complete."""
 
     @_builtins.property
@@ -405,9 +406,9 @@ class StageEvent(_message.Message):
         text: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         media: _builtins.bytes = ...,
-        media_info: Global___MediaInfo | None = ...,
+        media_info: _output_pb2.MediaInfo | None = ...,
         outputs: _abc.Iterable[Global___StageOutput] | None = ...,
-        finish: Global___CallFinish | None = ...,
+        finish: _output_pb2.CallFinish | None = ...,
         error: _status_pb2.Status | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish", b"finish", "media_info", b"media_info"]  # noqa: Y015
@@ -445,66 +446,6 @@ class StageOutput(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StageOutput: _TypeAlias = StageOutput  # noqa: Y015
-
-@_typing.final
-class MediaInfo(_message.Message):
-    """MediaInfo tells how to read media bytes."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MIME_TYPE_FIELD_NUMBER: _builtins.int
-    SAMPLE_RATE_HZ_FIELD_NUMBER: _builtins.int
-    CHANNELS_FIELD_NUMBER: _builtins.int
-    mime_type: _builtins.str
-    """"audio/pcm" (signed 16-bit little-endian), "image/png", …"""
-    sample_rate_hz: _builtins.int
-    """Audio only, Hz."""
-    channels: _builtins.int
-    """Audio only."""
-    def __init__(
-        self,
-        *,
-        mime_type: _builtins.str = ...,
-        sample_rate_hz: _builtins.int = ...,
-        channels: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["channels", b"channels", "mime_type", b"mime_type", "sample_rate_hz", b"sample_rate_hz"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___MediaInfo: _TypeAlias = MediaInfo  # noqa: Y015
-
-@_typing.final
-class CallFinish(_message.Message):
-    """CallFinish ends a call."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REASON_FIELD_NUMBER: _builtins.int
-    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
-    COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
-    reason: _builtins.str
-    """"stop", "length", …"""
-    prompt_tokens: _builtins.int
-    """Prompt tokens read."""
-    completion_tokens: _builtins.int
-    """Tokens made."""
-    def __init__(
-        self,
-        *,
-        reason: _builtins.str = ...,
-        prompt_tokens: _builtins.int = ...,
-        completion_tokens: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "reason", b"reason"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CallFinish: _TypeAlias = CallFinish  # noqa: Y015
 
 @_typing.final
 class ExecuteRequest(_message.Message):
