@@ -20,7 +20,8 @@ def render(error: errors.OmniError, command: str = "omnictl") -> str:
     lines = [f"error: {one_line(error.message)}"]
     for violation in error.violations:
         text = f"{violation.field}: {violation.description}" if violation.field else violation.description
-        if one_line(text) not in lines[0]:
+        named = violation.field and error.message.startswith(f"{violation.field}:") and len(error.violations) == 1
+        if one_line(text) not in lines[0] and not named:
             lines.append(f"  {one_line(text)}")
     if hint := hint_for(error, command):
         lines.append(f"hint: {hint}")

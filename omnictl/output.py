@@ -28,8 +28,43 @@ class Column(Generic[T]):
 
 
 def to_dict(message: Message) -> dict[str, Any]:
-    """Protobuf JSON: lowerCamelCase keys, 64-bit numbers as text, no field left out but unset messages."""
-    return json_format.MessageToDict(message, always_print_fields_with_no_presence=True)
+    """Protobuf JSON: lowerCamelCase keys in the order of the proto, 64-bit numbers as text, no field left out but unset
+    messages."""
+    value: dict[str, Any] = json_format.MessageToDict(message, always_print_fields_with_no_presence=True)
+    return _in_order(message.DESCRIPTOR, value)
+
+
+def _in_order(descriptor: Any, value: dict[str, Any]) -> dict[str, Any]:
+    """``value``, JSON of a ``descriptor`` message, with its keys in the order of the proto: the library's own order
+    depends on which fields are set."""
+    ordered: dict[str, Any] = {}
+    for field in descriptor.fields:
+        if field.json_name not in value:
+            continue
+        inner, kind = value[field.json_name], field.message_type
+        if kind is not None and kind.full_name == "google.protobuf.Struct":
+            inner = whole_numbers(inner)
+        elif kind is not None and kind.GetOptions().map_entry:
+            inner = dict(sorted(inner.items()))
+        elif kind is not None:
+            if isinstance(inner, dict):
+                inner = _in_order(kind, inner)
+            elif isinstance(inner, list):
+                inner = [_in_order(kind, item) if isinstance(item, dict) else item for item in inner]
+        ordered[field.json_name] = inner
+    # Keys that are no fields: of messages with a JSON form of their own, such as google.rpc.Status details.
+    return ordered | {key: inner for key, inner in value.items() if key not in ordered}
+
+
+def whole_numbers(value: Any) -> Any:
+    """``value`` with 2048.0 as 2048 and sorted keys, all through: a Struct knows only floating point and no order."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, dict):
+        return {key: whole_numbers(inner) for key, inner in sorted(value.items())}
+    if isinstance(value, list):
+        return [whole_numbers(inner) for inner in value]
+    return value
 
 
 def print_json(value: Any, *, compact: bool = False) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import time
 from collections.abc import Iterable
 
 from google.protobuf import json_format
+from google.protobuf.message import Message
 
 from omni.v1 import pipeline_pb2, types_pb2
 from omnicore.errors import NotFoundError
@@ -161,9 +163,10 @@ def _edge(edge: pipeline_pb2.Edge) -> str:
     return f"{edge.from_stage} → {edge.to_stage}  by {cut}, window {window}, inflight {inflight}, connector {connector}"
 
 
-def _compact(message: json_format.Message) -> str:  # type: ignore[name-defined]
+def _compact(message: Message) -> str:
     values = json_format.MessageToDict(message, preserving_proto_field_name=True)
-    return ", ".join(f"{key}={value}" for key, value in values.items())
+    shown = {key: json.dumps(output.whole_numbers(value), ensure_ascii=False) for key, value in sorted(values.items())}
+    return ", ".join(f"{key}={value}" for key, value in shown.items())
 
 
 def _pairs(pairs: Pairs, indent: int = 0) -> str:

@@ -69,6 +69,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--ready-timeout", metavar="DURATION", default="15m", help="for loading a model")
     parser.add_argument("--drain-timeout", metavar="DURATION", default="30s", help="for requests after Ctrl-C")
     parser.add_argument("--ready-file", metavar="FILE", default="", help="write the addresses there (JSON) once ready")
+    parser.add_argument("--run-dir", default="", help=argparse.SUPPRESS)  # where --detach already keeps its log
     parser.add_argument("-d", "--detach", action="store_true", help="go on in the background once ready")
     parser.add_argument("--ask", metavar="TEXT", help="ask this as soon as possible, print the answer, stop")
     question = parser.add_argument_group("Flags for --ask")
@@ -99,8 +100,6 @@ async def run(args: argparse.Namespace) -> int:
         from omnictl.local import detach
 
         return await detach.start(args)
-    # Children are forked while channels are open; without this gRPC's own fork handlers would stop the world first.
-    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     plan = _prepare(args)
     members: dict[str, Member] = {}
     view = default_view(members, SYSTEM_CLOCK)
@@ -254,13 +253,15 @@ def _prepare(args: argparse.Namespace) -> _Plan:
         question=question,
         ready_file=args.ready_file,
         context_path=context.context_path(os.environ),
-        run_dir=_run_dir(data_dir),
+        run_dir=_run_dir(data_dir, args.run_dir),
         keep_run_dir=data_dir is not None,
         started_s=SYSTEM_CLOCK.monotonic() - process_age_s(),
     )
 
 
-def _run_dir(data_dir: Path | None) -> Path:
+def _run_dir(data_dir: Path | None, given: str) -> Path:
+    if data_dir is None and given:
+        return Path(given)
     if data_dir is None:
         return Path(tempfile.mkdtemp(prefix="omnictl-"))
     try:

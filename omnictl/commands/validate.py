@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
@@ -66,7 +65,6 @@ async def _plane(settings: Settings) -> AsyncIterator[connect.ControlPlane]:
         async with connect.control_plane(settings) as plane:
             yield plane
         return
-    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     run_dir = Path(tempfile.mkdtemp(prefix="omnictl-"))
     supervisor = Supervisor(run_dir, lambda member, text: None)
     try:

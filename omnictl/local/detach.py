@@ -17,17 +17,16 @@ _POLL_S = 0.1
 async def start(args: argparse.Namespace, argv: list[str] | None = None) -> int:
     """Start ``omnictl up`` with the flags of ``args`` in the background; returns once it is ready or has failed.
 
-    What it prints until then is printed here; later output goes to ``omnictl.log`` in its data directory. ``argv`` is
+    What it prints until then is printed here; later output goes to ``omnictl.log`` in its run directory. ``argv`` is
     the command line, the process's own by default.
     """
     words = [word for word in (sys.argv[1:] if argv is None else argv) if word not in ("-d", "--detach")]
     directory = Path(args.data_dir) if args.data_dir else Path(tempfile.mkdtemp(prefix="omnictl-"))
     directory.mkdir(parents=True, exist_ok=True)
-    log, ready = directory / "omnictl.log", directory / "omnictl.ready.json"
+    log = directory / "omnictl.log"
+    ready = Path(args.ready_file) if args.ready_file else directory / "omnictl.ready.json"
     ready.unlink(missing_ok=True)
-    flags = ["--ready-file", args.ready_file or str(ready), *(() if args.data_dir else ("--data-dir", str(directory)))]
-    ready = Path(flags[1])
-    ready.unlink(missing_ok=True)
+    flags = ["--ready-file", str(ready), "--run-dir", str(directory)]
     with log.open("ab") as stream:
         shown = stream.tell()
         process = await asyncio.create_subprocess_exec(
@@ -62,7 +61,7 @@ def _show(log: Path, offset: int) -> int:
     with log.open("rb") as stream:
         stream.seek(offset)
         piece = stream.read()
-    text = piece.decode(errors="replace").replace("Ctrl-C stops everything.\n", "")
-    sys.stderr.write(text)
-    sys.stderr.flush()
+    print(
+        piece.decode(errors="replace").replace("\n\nCtrl-C stops everything.", ""), end="", file=sys.stderr, flush=True
+    )
     return offset + len(piece)

@@ -11,14 +11,15 @@ import contextlib
 import dataclasses
 import os
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import orjson
 
-from omnicore.process import die_with_parent
+from omnicore.process import dying_with_parent
 
-_POLL_S = 0.03  # how soon a ready file is noticed
+_POLL_S = 0.03  # how soon a ready file, or an end, is noticed
 _TAIL_BYTES = 16 * 1024
 
 
@@ -41,27 +42,28 @@ class Files:
 class Process:
     """A running child. Made by ``start``."""
 
-    def __init__(self, process: asyncio.subprocess.Process, files: Files, log_start: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], files: Files, log_start: int) -> None:
         self._process = process
         self._files = files
         self._log_start = log_start
 
     @classmethod
-    async def start(cls, command: tuple[str, ...], files: Files) -> Process:
-        """Start ``command`` in its own session, its output appended to its log. Raises ``OSError``."""
+    def start(cls, command: tuple[str, ...], files: Files) -> Process:
+        """Start ``command`` (its program by absolute path) in its own session, its output appended to its log. Call
+        it from the main thread: the parent that a child dies with is the thread that started it."""
         files.ready.unlink(missing_ok=True)
         files.log.parent.mkdir(parents=True, exist_ok=True)
         with files.log.open("ab") as log:
             log_start = log.tell()
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
+            # Not asyncio's subprocesses: see dying_with_parent. Its wrapper is there because a child asks for a
+            # parent-death signal itself only once it has come that far.
+            process = subprocess.Popen(
+                dying_with_parent(command),
+                stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 # A session of its own: the terminal's Ctrl-C must reach only us, who stop children in order.
                 start_new_session=True,
-                # The child asks for this itself, too, but only once it has come that far.
-                preexec_fn=die_with_parent,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},
             )
         return cls(process, files, log_start)
@@ -79,21 +81,20 @@ class Process:
                 with contextlib.suppress(FileNotFoundError):
                     content: dict[str, Any] = orjson.loads(self._files.ready.read_bytes())
                     return content
-                if self._process.returncode is not None:
-                    raise ProcessEndedError(self._process.returncode)
+                if (code := self._process.poll()) is not None:
+                    raise ProcessEndedError(code)
                 await asyncio.sleep(_POLL_S)
 
     async def wait(self) -> int:
         """Its return code, once it has ended, negative for a signal. Whatever it left in its group is killed."""
-        code = await self._process.wait()
+        while (code := self._process.poll()) is None:  # noqa: ASYNC110 -- kernels before 5.3 have no pidfd to wait on
+            await asyncio.sleep(_POLL_S)
         self.signal_group(signal.SIGKILL)
         return code
 
     async def stop(self, grace_s: float) -> bool:
         """Ask it to end, then make it. True if it ended within ``grace_s`` seconds by itself."""
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGTERM)
+        self._process.send_signal(signal.SIGTERM)  # does nothing to one that has ended
         try:
             async with asyncio.timeout(grace_s):
                 await self.wait()

@@ -160,7 +160,7 @@ class Supervisor:
         while True:
             flags = ("--ready-file", str(files.ready), "--die-with-parent")
             member.started_s = self._clock.monotonic()
-            process = await Process.start((*self._program, *spec.arguments, *pinned, *flags), files)
+            process = Process.start((*self._program, *spec.arguments, *pinned, *flags), files)
             member.process = process
             self._set(member, State.STARTING)
             code: int | None = None
@@ -210,6 +210,7 @@ class Supervisor:
                 self._on_change(member, f"{member.spec.name}: internal error ({type(fault).__name__}: {fault})")
         if member.process is None or member.state in (State.FAILED, State.STOPPED):
             return
+        member.started_s = self._clock.monotonic()  # from here on, seconds are those of stopping
         self._set(member, State.STOPPING)
         in_time = await member.process.stop(member.spec.stop_grace_s)
         text = "" if in_time else f"{member.spec.name} did not stop within {member.spec.stop_grace_s:g} s: killed"
