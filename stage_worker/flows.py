@@ -78,6 +78,11 @@ class Outbox:
         return not self._unwanted
 
     @property
+    def only_failure(self) -> bool:
+        """True while all that is kept is an error, for a consumer that has not come."""
+        return self._ended and self._error is not None and self._subscriber is None
+
+    @property
     def full(self) -> bool:
         """True while so many chunks wait for credit that the producer should pause: await ``room``."""
         return len(self._unsent) >= MAX_BACKLOG_CHUNKS and not self._unwanted
@@ -218,6 +223,11 @@ class FlowTable:
 
     def __len__(self) -> int:
         return len(self._outboxes) + len(self._pending)
+
+    @property
+    def holding(self) -> int:
+        """Flows with something to give; failures that are kept for a late consumer do not count."""
+        return sum(not outbox.only_failure for outbox in self._outboxes.values())
 
     def declare(self, edge: transfer_pb2.EdgeRef) -> Outbox:
         """A call will publish on ``edge``. Raises ``AlreadyExistsError`` if one does already."""

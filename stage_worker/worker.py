@@ -234,9 +234,9 @@ class Worker:
         """Wait until nothing runs and no consumer waits for our data, up to the limit."""
         limit_s = self._clock.monotonic() + self._config.drain_timeout_s
         calls, flows = self.parts.calls, self.parts.flows
-        if calls or flows:
-            _log.info("draining", calls=len(calls), flows=len(flows), limit_s=self._config.drain_timeout_s)
-        while (calls or flows) and self._clock.monotonic() < limit_s:  # noqa: ASYNC110 -- once in a worker's life
+        if calls or flows.holding:
+            _log.info("draining", calls=len(calls), flows=flows.holding, limit_s=self._config.drain_timeout_s)
+        while (calls or flows.holding) and self._clock.monotonic() < limit_s:  # noqa: ASYNC110 -- once in a worker's life
             await asyncio.sleep(_DRAIN_POLL_S)
         if calls:
             _log.warning("drain limit reached: requests are cut off", calls=len(calls))

@@ -242,7 +242,7 @@ class _Answer:
         self._stop_ids = frozenset(sampling.stop_token_ids)
         self._tokens = content.answer_tokens(source, options.seed + sampling.seed)
         if sampling.stop:
-            self._tokens = self._cut_at_stop(list(sampling.stop))
+            self._tokens = _cut_at_stop(self._tokens, list(sampling.stop))
 
     def step(self) -> EngineOutput:
         """The next token."""
@@ -259,20 +259,21 @@ class _Answer:
         finish = Finish(reason, self._prompt_tokens, self._made) if reason else None
         return EngineOutput(text=text, token_ids=(token_id,) if token_id >= 0 else (), finish=finish)
 
-    def _cut_at_stop(self, stops: list[str]) -> Iterator[tuple[int, str]]:
-        """The tokens up to the first stop text, which may span tokens: text that may begin one is held back."""
-        longest = max(map(len, stops))
-        held: list[tuple[int, str]] = []
-        for token_id, text in self._tokens:
-            held.append((token_id, text))
-            joined = "".join(part for _, part in held)
-            found = [at for stop in stops if (at := joined.find(stop)) >= 0]
-            if found:
-                yield from _prefix(held, min(found))
-                return
-            while len(joined) - len(held[0][1]) >= longest - 1:
-                joined = joined[len(held[0][1]) :]
-                yield held.pop(0)
+
+def _cut_at_stop(tokens: Iterator[tuple[int, str]], stops: list[str]) -> Iterator[tuple[int, str]]:
+    """The tokens up to the first stop text, which may span tokens: text that may begin one is held back."""
+    longest = max(map(len, stops))
+    held: list[tuple[int, str]] = []
+    for token_id, text in tokens:
+        held.append((token_id, text))
+        joined = "".join(part for _, part in held)
+        found = [at for stop in stops if (at := joined.find(stop)) >= 0]
+        if found:
+            yield from _prefix(held, min(found))
+            return
+        while len(joined) - len(held[0][1]) >= longest - 1:
+            joined = joined[len(held[0][1]) :]
+            yield held.pop(0)
 
 
 def _prefix(tokens: list[tuple[int, str]], length: int) -> Iterator[tuple[int, str]]:
