@@ -36,7 +36,10 @@ def parse_devices(value: Value, faults: Faults) -> list[str] | None:
     else:
         parts = [part.strip() for part in data.split(",")] if isinstance(data, str) and data.strip() else []
         parts = [data] if isinstance(data, int) else parts
-    devices: list[str] = []
+    if len(parts) > MAX_DEVICES:
+        faults.error(value, f"at most {MAX_DEVICES} devices, got {len(parts)}")
+        return None
+    devices: dict[str, None] = {}
     for part in parts:
         text = str(part) if isinstance(part, int | str) and not isinstance(part, bool) else ""
         if _ID.fullmatch(text) is None:
@@ -48,11 +51,8 @@ def parse_devices(value: Value, faults: Faults) -> list[str] | None:
         if device in devices:
             faults.error(value, f"device {device} is listed twice")
             return None
-        devices.append(device)
-    if len(devices) > MAX_DEVICES:
-        faults.error(value, f"at most {MAX_DEVICES} devices, got {len(devices)}")
-        return None
-    return devices
+        devices[device] = None
+    return list(devices)
 
 
 def parallel_size(stage: Value, fields: Mapping[str, Any], name: str, faults: Faults) -> int:

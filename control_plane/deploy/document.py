@@ -24,6 +24,7 @@ from control_plane.deploy.faults import Argument, Faults, shorten
 MAX_BYTES = 1024 * 1024
 MAX_NODES = 50_000  # the largest real files have about 400
 MAX_DEPTH = 64
+MAX_DOCUMENTS = 16
 
 Scalar: TypeAlias = str | int | float | bool | None
 
@@ -150,10 +151,13 @@ def read(text: str, faults: Faults) -> list[Value]:
     try:
         raw = list(_documents(text.removeprefix("\ufeff")))
         several = len(raw) > 1
-        documents = []
+        documents: list[Value] = []
+        count = 0
         for number, (node, first_line) in enumerate(raw, start=1):
-            offset = first_line if several and number > 1 else 0
-            documents.append(_Expander(faults, number if several else 0, offset).value(node))
+            offset = first_line if number > 1 else 0
+            expander = _Expander(faults, number if several else 0, offset, count)
+            documents.append(expander.value(node))
+            count = expander.count
     except _UnreadableError as stop:
         faults.error(Argument("deploy_yaml", f"line {stop.line}"), str(stop))
         raise faults.exception() from None
@@ -168,13 +172,17 @@ def read(text: str, faults: Faults) -> list[Value]:
 
 def _documents(text: str) -> Iterator[tuple[_Raw, int]]:
     """Root node and number of lines before each document that is not empty."""
-    builder = _Builder()
+    builder = _Builder(0)
     start: int | None = None
+    documents = 0
     for event in yaml.parse(text, Loader=_LOADER):
         if isinstance(event, yaml.DocumentStartEvent):
             if start is None:  # an empty document before this one belongs to it: a comment, then "---"
                 start = _line(event) - (0 if event.explicit else 1)
-            builder = _Builder()
+            documents += 1
+            if documents > MAX_DOCUMENTS:
+                raise _UnreadableError(_line(event), f"too many documents: at most {MAX_DOCUMENTS}")
+            builder = _Builder(builder.count)
         elif isinstance(event, yaml.DocumentEndEvent):
             root = builder.root
             if root is not None and root.data is not None:
@@ -191,11 +199,11 @@ def _line(event: Any) -> int:
 class _Builder:
     """Events of one document to raw nodes, without recursion."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
         self.root: _Raw | None = None
         self._open: list[tuple[_Raw, str | None, list[_Raw]]] = []
         self._anchors: dict[str, _Raw] = {}
-        self._count = 0
+        self.count = count
 
     def feed(self, event: Any) -> None:
         line = _line(event)
@@ -205,8 +213,8 @@ class _Builder:
             node.data = list(pairs) if node.shape == "mapping" else children
             self._done(node, anchor)
             return
-        self._count += 1
-        if self._count > MAX_NODES:
+        self.count += 1
+        if self.count > MAX_NODES:
             raise _UnreadableError(line, f"too many values: at most {MAX_NODES}")
         if isinstance(event, yaml.AliasEvent):
             name = str(event.anchor)
@@ -277,18 +285,19 @@ def resolve(text: str) -> Scalar:
 class _Expander:
     """Raw nodes to values: aliases written out, merge keys applied, duplicate keys reported."""
 
-    def __init__(self, faults: Faults, document: int, line_offset: int) -> None:
+    def __init__(self, faults: Faults, document: int, line_offset: int, count: int) -> None:
         self._faults = faults
         self._document = document
         self._offset = line_offset
-        self._count = 0
+        self.count = count
+        """Values so far, those of documents before this one included."""
 
     def value(
         self, raw: _Raw, parent: Value | None = None, step: str | int = "", line: int | None = None, depth: int = 0
     ) -> Value:
         line = raw.line if line is None else line
-        self._count += 1
-        if self._count > MAX_NODES:
+        self.count += 1
+        if self.count > MAX_NODES:
             raise _UnreadableError(line, f"too many values once aliases are written out: at most {MAX_NODES}")
         if depth > MAX_DEPTH:
             raise _UnreadableError(line, f"nested too deeply: at most {MAX_DEPTH} levels")

@@ -16,6 +16,9 @@ REASON = "INVALID_DEPLOY"
 MAX_VIOLATION_BYTES = 3500
 MAX_MESSAGE_FAULTS = 3
 MAX_MESSAGE_BYTES = 700
+
+# A text with more than that is not a deploy file with mistakes in it. Reading stops there: suggestions take time.
+MAX_ERRORS = 200
 MAX_WARNINGS = 200
 
 
@@ -52,15 +55,19 @@ class Faults:
         return bool(self._errors)
 
     def error(self, at: Place, text: str) -> None:
-        """Note a fault: what is wrong and what is accepted."""
+        """Note a fault: what is wrong and what is accepted. Raises all of them when there are too many."""
         description = f"{at.where}: {text}" if at.where else text
         self._errors.setdefault(FieldViolation(at.path, description))
+        if len(self._errors) >= MAX_ERRORS:
+            raise self.exception()
 
     def warn(self, at: Place, text: str) -> None:
-        """Note something worth knowing that is not an error."""
-        if len(self._warnings) < MAX_WARNINGS:
-            where = f" ({at.where})" if at.where else ""
-            self._warnings.setdefault(f"{at.path}{where}: {text}")
+        """Note something worth knowing that is not an error. Too many are one."""
+        where = f" ({at.where})" if at.where else ""
+        self._warnings.setdefault(f"{at.path}{where}: {text}")
+        if len(self._warnings) > MAX_WARNINGS:
+            self.error(at, f"more than {MAX_WARNINGS} warnings, this being the last: {text}")
+            raise self.exception()
 
     @property
     def warnings(self) -> tuple[str, ...]:

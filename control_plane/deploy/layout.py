@@ -8,7 +8,7 @@ what merging needs: ``plan`` checks the outcome, and every value still knows whe
 from __future__ import annotations
 
 from control_plane.deploy.document import Value, type_name
-from control_plane.deploy.faults import Faults, did_you_mean
+from control_plane.deploy.faults import Faults, did_you_mean, shorten
 from control_plane.deploy.schema import ALL_STAGE_KEYS, PLATFORMS, STAGE_KEYS
 
 _STRUCTURAL = frozenset(
@@ -71,15 +71,17 @@ def overlay_stages(lower: Value | None, upper: Value, faults: Faults, *, may_add
     if lower is None or not isinstance(lower.data, list) or not isinstance(upper.data, list):
         return upper if lower is None or may_add else lower
     merged = list(lower.data)
+    places = {stage_id_of(stage): position for position, stage in reversed([*enumerate(merged)])}
     for stage in upper.data:
         stage_id = stage_id_of(stage)
-        position = next((i for i, other in enumerate(merged) if stage_id_of(other) == stage_id is not None), None)
+        position = None if stage_id is None else places.get(stage_id)
         if position is not None:
             merged[position] = overlay(merged[position], stage)
         elif may_add:
+            places[stage_id] = len(merged)
             merged.append(stage)
         elif stage_id is not None:
-            known = ", ".join(str(stage_id_of(other)) for other in lower.data)
+            known = shorten(", ".join(str(stage_id_of(other)) for other in lower.data), 200)
             faults.error(stage.at("stage_id"), f"there is no stage {stage_id}; known: {known}")
     return lower.replaced(merged)
 

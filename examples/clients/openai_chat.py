@@ -1,4 +1,4 @@
-"""Chat and speech with the official OpenAI client: ``pip install openai``.
+"""Chat and speech with the official OpenAI client: ``pip install 'openai>=3'``.
 
 python openai_chat.py http://127.0.0.1:8000 speech "What is the capital of France?" answer.wav
 """
@@ -31,9 +31,8 @@ def main(server: str, model: str, question: str, wav_path: str) -> None:
                 continue
             delta = chunk.choices[0].delta
             print(delta.content or "", end="", flush=True)
-            audio = getattr(delta, "audio", None) or {}
-            if audio.get("data"):
-                wav.writeframes(base64.b64decode(audio["data"]))
+            if delta.audio is not None and delta.audio.data:
+                wav.writeframes(base64.b64decode(delta.audio.data))
     print(f"\nwrote {wav_path}")
 
 
