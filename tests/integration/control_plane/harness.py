@@ -146,6 +146,7 @@ class Worker:
         self.registrations = 0
         self.hung = False
         self.reregister = True
+        self._broken = False
         self._call: grpc.aio.StreamStreamCall[pb.HeartbeatRequest, pb.HeartbeatResponse] | None = None
 
     @property
@@ -173,33 +174,39 @@ class Worker:
             try:
                 await self._stream(client, interval_s)
             except grpc.aio.AioRpcError as error:
-                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+                if error.code() != grpc.StatusCode.UNAVAILABLE:
                     raise
+            except asyncio.CancelledError:
+                if not self._broken:  # cancelling a call of ours raises this, too
+                    raise
+                self._broken = False
             await asyncio.sleep(0.02)
 
     async def _stream(self, client: Client, interval_s: float) -> None:
-        self._call = call = client.registry.Heartbeat()
-        try:
+        answered = asyncio.Event()
+
+        async def beats() -> AsyncIterator[pb.HeartbeatRequest]:
             while True:
                 while self.hung:
                     await asyncio.sleep(0.01)
-                await call.write(self.beat())
-                answer = await call.read()
-                if answer is grpc.aio.EOF:
-                    await call.initial_metadata()
-                    raise grpc.aio.AioRpcError(
-                        await call.code(), grpc.aio.Metadata(), grpc.aio.Metadata(), await call.details()
-                    )
-                assert isinstance(answer, pb.HeartbeatResponse)
+                yield self.beat()
+                await answered.wait()
+                answered.clear()
+                await asyncio.sleep(interval_s)
+
+        self._call = call = client.registry.Heartbeat(beats())
+        try:
+            async for answer in call:
                 self.answers.append(answer)
                 if answer.directive == pb.HEARTBEAT_DIRECTIVE_REREGISTER and self.reregister:
                     await self.register(client)
-                await asyncio.sleep(interval_s)
+                answered.set()
         finally:
             call.cancel()
 
     def break_stream(self) -> None:
         assert self._call is not None
+        self._broken = True
         self._call.cancel()
 
 

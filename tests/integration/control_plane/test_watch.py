@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import grpc
+import grpc.aio
+import pytest
+
+from omni.v1 import pipeline_service_pb2
+from omni.v1 import registry_service_pb2 as pb
+from tests.integration.control_plane.harness import DEPLOY, Client, Worker, cluster, error_of, until, watching
+
+
+async def churn(client: Client, rounds: int) -> None:
+    """Replicas come and go."""
+    plan = await client.apply()
+    for _ in range(rounds):
+        workers = [Worker(plan) for _ in range(4)]
+        await asyncio.gather(*(worker.register(client) for worker in workers))
+        await asyncio.gather(
+            *(client.registry.Deregister(pb.DeregisterRequest(replica=worker.claim.replica)) for worker in workers[::2])
+        )
+
+
+async def test_watchers_of_both_control_planes_see_the_same_in_order() -> None:
+    async with cluster(ttl_s=30) as c:
+        first = await c.start()
+        _, second = await c.control_plane()
+        async with watching(first) as a, watching(second) as b:
+            await asyncio.gather(churn(first, 4), churn(second, 4))
+            truth = set(await first.replicas())
+            await until(lambda: a.ids() == truth and b.ids() == truth, "both up to date")
+            assert a.table == b.table
+            for watcher in (a, b):
+                assert watcher.removed_before_known == 0
+                assert [frame.snapshot for frame in watcher.frames].count(True) == 1
+
+
+async def test_resuming_at_either_control_plane_gives_what_was_missed() -> None:
+    async with cluster(ttl_s=30) as c:
+        first = await c.start()
+        _, second = await c.control_plane()
+        await churn(first, 1)
+        async with watching(first) as before:
+            pass
+        await churn(first, 2)
+        truth = set(await first.replicas())
+        for client in (first, second):
+            async with watching(client, resume=before.revision) as after:
+                known = dict(before.table)
+                await until(lambda a=after: a.revision >= max(r.ref.epoch for r in a.table.values()), "frames")
+                assert not any(frame.snapshot for frame in after.frames)
+                for frame in after.frames:
+                    for replica in frame.changed:
+                        known[("demo", 1, replica.ref.replica_id)] = replica
+                    for ref in frame.removed:
+                        known.pop(("demo", 1, ref.replica_id), None)
+                assert {key[2] for key in known} == truth
+
+
+async def test_resuming_before_known_history_gives_a_snapshot() -> None:
+    async with cluster(ttl_s=30) as c:
+        client = await c.start()
+        await churn(client, 1)
+        _, fresh = await c.control_plane()
+        async with watching(fresh, resume=1) as watcher:
+            assert watcher.frames[0].snapshot
+            assert watcher.ids() == set(await client.replicas())
+        async with watching(fresh, resume=10_000_000) as watcher:
+            assert watcher.frames[0].snapshot
+
+
+async def test_silence_is_filled_with_bookmarks() -> None:
+    async with cluster(ttl_s=30) as c:
+        client = await c.start()
+        async with watching(client) as watcher:
+            await until(lambda: len(watcher.frames) >= 3, "bookmarks", 4.0)
+            for frame in watcher.frames[1:]:
+                assert frame.revision == watcher.frames[0].revision
+                assert not frame.snapshot
+                assert not frame.changed
+
+
+async def test_compacted_history_is_listed_anew_and_nothing_is_lost() -> None:
+    async with cluster(ttl_s=30) as c:
+        client = await c.start()
+        plane = c.planes[0]
+        plan = await client.apply()
+        workers = [Worker(plan) for _ in range(3)]
+        await asyncio.gather(*(worker.register(client) for worker in workers))
+        async with watching(client) as watcher:
+            # Away while history moves on and is forgotten.
+            c.etcd.kill()
+            await until(lambda: watcher.stale, "stale", 8.0)
+            await c.etcd.restart()
+            revision = await c.etcd_client.put("/elsewhere", b"x")
+            await c.etcd_client.delete("/omni/v1/default/replicas/demo/1/1")
+            revision = (await c.etcd_client.delete("/elsewhere")).revision
+            with contextlib.suppress(Exception):
+                await c.etcd_client.compact(revision)
+            await until(lambda: watcher.ids() == {0, 2} and not watcher.stale, "up to date", 10.0)
+        assert plane.table.revision >= revision - 1
+
+
+async def test_a_wiped_etcd_empties_the_table_and_workers_come_back() -> None:
+    async with cluster(ttl_s=3) as c:
+        client = await c.start()
+        await churn(client, 3)
+        async with watching(client) as watcher:
+            assert watcher.ids()
+            c.etcd.kill()
+            c.etcd.wipe()
+            await c.etcd.restart()
+            await until(lambda: not watcher.ids(), "empty", 10.0)
+            worker = Worker(await client.apply())
+            await worker.register(client)
+            await until(lambda: watcher.ids() == {0}, "back", 5.0)
+            assert any(frame.snapshot for frame in watcher.frames[1:]), "revisions went back: start over"
+
+
+async def test_a_stopping_control_plane_sends_watchers_away() -> None:
+    async with cluster(ttl_s=30) as c:
+        client = await c.start()
+        async with watching(client) as watcher:
+            stopping = asyncio.create_task(c.planes[0].stop())
+            await until(lambda: watcher.error is not None, "end of stream", 2.0)
+            assert watcher.error is not None
+            assert watcher.error.code == grpc.StatusCode.UNAVAILABLE
+            await stopping
+
+
+async def test_plans_are_watched_too() -> None:
+    async with cluster(ttl_s=30) as c:
+        client = await c.start()
+        frames: list[pipeline_service_pb2.WatchPipelinesResponse] = []
+
+        async def follow(resume: int) -> None:
+            request = pipeline_service_pb2.WatchPipelinesRequest(resume_revision=resume)
+            async for frame in client.pipelines.WatchPipelines(request):
+                frames.append(frame)
+
+        task = asyncio.create_task(follow(0))
+        await until(lambda: bool(frames), "snapshot")
+        assert frames[0].snapshot
+        assert [pipeline.name for pipeline in frames[0].changed] == ["demo"]
+        await client.apply(DEPLOY.replace("demo", "other"))
+        await until(lambda: any(p.name == "other" for f in frames[1:] for p in f.changed), "the new one")
+        await client.pipelines.DeletePipeline(pipeline_service_pb2.DeletePipelineRequest(name="demo"))
+        await until(lambda: any("demo" in frame.removed for frame in frames), "the deletion")
+        task.cancel()
+        await asyncio.wait({task})
+
+        since = frames[0].revision
+        frames.clear()
+        task = asyncio.create_task(follow(since))
+        await until(lambda: any("demo" in frame.removed for frame in frames), "what was missed")
+        assert not any(frame.snapshot for frame in frames)
+        task.cancel()
+        await asyncio.wait({task})
+
+
+async def test_nothing_is_served_before_the_registry_is_loaded() -> None:
+    async with cluster(ttl_s=30) as c:
+        c.etcd.freeze()
+        _, client = await c.control_plane(loaded=False)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.registry.ListReplicas(pb.ListReplicasRequest())
+        error = error_of(caught.value)
+        assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NOT_LOADED")
+        assert error.retry_after_s
+        c.etcd.thaw()
+        async with asyncio.timeout(10):
+            await c.planes[0].loaded()
+        assert await client.replicas() == {}
