@@ -84,6 +84,7 @@ class Registrar:
         self._confirmed = asyncio.Condition()
         self._confirmed_state: types_pb2.ReplicaState.ValueType = types_pb2.REPLICA_STATE_UNSPECIFIED
         self._outputs_at_beat = -1
+        self._leaving = asyncio.Event()
 
     @property
     def state(self) -> types_pb2.ReplicaState.ValueType:
@@ -135,7 +136,10 @@ class Registrar:
             await asyncio.sleep(backoff.next_delay_s())
 
     async def deregister(self, reason: str) -> None:
-        """Give the claim back, at whichever control plane answers first. Best effort: the lease ends it anyway."""
+        """Give the claim back, at whichever control plane answers first. Best effort: the lease ends it anyway.
+
+        No beat follows; the stream stays open until ``run`` is cancelled, so that nobody takes this for a failure."""
+        self._leaving.set()
         if not self._lease_id:
             return
         request = pb.DeregisterRequest(replica=self._identity.current, reason=reason, lease_id=self._lease_id)
@@ -160,6 +164,8 @@ class Registrar:
         try:
             while True:
                 await self._progress_made()
+                if self._leaving.is_set():
+                    await asyncio.get_running_loop().create_future()
                 self._kick.clear()
                 beat = self._beat(offers)
                 async with asyncio.timeout(BEAT_TIMEOUT_S):
@@ -193,6 +199,8 @@ class Registrar:
         return beat
 
     async def _follow(self, beat: pb.HeartbeatRequest, response: pb.HeartbeatResponse) -> bool:
+        if self._leaving.is_set():
+            return True
         directive = response.directive
         if response.HasField("next_interval"):
             self._interval_s = max(0.01, response.next_interval.ToNanoseconds() / 1e9)

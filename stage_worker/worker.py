@@ -169,9 +169,11 @@ class Worker:
         )
 
     async def announce(self) -> None:
-        """Be READY, and return once the control plane knows."""
+        """Be READY, and return once the registry says so."""
         self.registrar.set_state(types_pb2.REPLICA_STATE_READY)
         await self.registrar.confirmed(types_pb2.REPLICA_STATE_READY)
+        # A beat's state is recorded a little later; a repeated registration returns when it is.
+        await self.registrar.register(None)
         if self._server is not None:
             await self._server.set_serving(True)
 
@@ -207,8 +209,8 @@ class Worker:
             await self._server.set_serving(False)
         if self.registrar.state == types_pb2.REPLICA_STATE_DRAINING and self.may_finish_calls:
             await self._finish_calls()
-        await self._cancel("heartbeats")
         await self.registrar.deregister(reason)
+        await self._cancel("heartbeats")
         if self.may_finish_calls:
             await self._finish_calls()
 

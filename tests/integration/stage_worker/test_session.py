@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterable
 
 import grpc.aio
 import pytest
@@ -34,6 +35,12 @@ from tests.integration.stage_worker.cluster import (
     sessions,
 )
 from tests.support.processes import wait_until
+
+
+async def drain(stream: AsyncIterable[pb.ExecuteResponse]) -> None:
+    """Read to the end."""
+    async for _ in stream:
+        pass
 
 
 async def test_many_calls_share_frames() -> None:
@@ -285,13 +292,15 @@ async def test_execute_abort_control_and_info() -> None:
         assert "".join(event.text for event in events).startswith("Answer-")
         assert events[-1].finish.reason == "length"
 
-        running = stub.Execute(pb.ExecuteRequest(call=call("long", "hello")))
-        await running.read()
+        running = aiter(stub.Execute(pb.ExecuteRequest(call=call("long", "hello"))))
+        await anext(running)
         answer = await stub.Abort(pb.StageServiceAbortRequest(request_id="long", reason="test"))
         assert answer.found
         assert answer.completion_tokens > 0
         assert len(worker.parts.calls) == 0
-        assert await running.code() == grpc.StatusCode.CANCELLED
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await drain(running)
+        assert caught.value.code() == grpc.StatusCode.CANCELLED
         assert not (await stub.Abort(pb.StageServiceAbortRequest(request_id="long"))).found
 
         gone = stub.Execute(pb.ExecuteRequest(call=call("gone", "hello")))
