@@ -49,10 +49,12 @@ class ConnectorSet:
         self.store = HandleStore(owner, endpoint, clock=clock, ttl_s=ttl_s)
         options = options or {}
         context = ConnectorContext(self.store, fetcher, pool_bytes)
-        self._connectors: dict[str, Connector] = {
-            kind: create_connector(kind, context, options.get(kind))
-            for kind in dict.fromkeys(("shm", "grpc", *options))
-        }
+        if options.get(AUTO):
+            raise errors.InvalidRequestError.field(f"connectors.{AUTO}.extra", "auto has no options of its own")
+        others = [kind for kind in options if kind not in ("shm", "grpc", AUTO)]
+        # Shared memory last: when another connector cannot start, there is no pool yet that nobody would close.
+        made = {kind: create_connector(kind, context, options.get(kind)) for kind in (*others, "grpc", "shm")}
+        self._connectors: dict[str, Connector] = {kind: made[kind] for kind in ("shm", *others, "grpc")}
         self._fetching_from: set[str] = set()
         self._auto = "shm" if self._connectors["shm"].usage().pool_bytes else "grpc"
         _log.info("connectors ready", kinds=",".join(self._connectors), auto=self._auto)

@@ -77,7 +77,7 @@ def _converted(path: str, value: JsonValue, hint: Any, limits: Mapping[str, floa
             raise errors.InvalidRequestError.field(path, f"must be true or false, got {value!r}")
         return value
     # Numbers that have been through a protobuf Struct are floats: 65536.0 is a whole number.
-    if isinstance(value, bool) or not isinstance(value, int | float) or (hint is int and value != int(value)):
+    if isinstance(value, bool) or not isinstance(value, int | float) or (hint is int and not float(value).is_integer()):
         wanted = "a whole number" if hint is int else "a number"
         raise errors.InvalidRequestError.field(path, f"must be {wanted}, got {value!r}")
     if not limits["low"] <= value <= limits["high"]:
