@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import sys
 import uuid
 from collections.abc import AsyncIterator, Callable
 
@@ -232,8 +233,8 @@ class Cluster:
     ttl_s: int = 2
     planes: list[ControlPlane] = dataclasses.field(default_factory=list)
 
-    async def control_plane(self, *, loaded: bool = True) -> tuple[ControlPlane, Client]:
-        """Start another one."""
+    async def control_plane(self, *, loaded: bool = True, endpoint: str = "") -> tuple[ControlPlane, Client]:
+        """Start another one. ``endpoint``: the way to etcd, if not the usual one."""
         settings = ControlPlaneConfig(
             listen="127.0.0.1:0",
             etcd=(self.etcd.endpoint,),
@@ -241,7 +242,7 @@ class Cluster:
             heartbeat_interval_s=0.1,
             drain_s=0.2,
         )
-        etcd_client = await self.stack.enter_async_context(EtcdClient([self.etcd.endpoint], timeout_s=2.0))
+        etcd_client = await self.stack.enter_async_context(EtcdClient([endpoint or self.etcd.endpoint], timeout_s=2.0))
         plane = await self.stack.enter_async_context(ControlPlane(settings, etcd_client))
         client = Client(plane.address)
         await self.stack.enter_async_context(client.channel)
@@ -274,3 +275,16 @@ def error_of(error: grpc.aio.AioRpcError) -> errors.OmniError:
 
 async def until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
     await wait_until(condition, timeout_s, what)
+
+
+async def _lone_worker(address: str) -> None:
+    client = Client(address)
+    async with client.channel:
+        worker = Worker(await client.apply())
+        worker.load.queue_length = 1
+        await worker.register(client)
+        await worker.run(client)
+
+
+if __name__ == "__main__":
+    asyncio.run(_lone_worker(sys.argv[1]))

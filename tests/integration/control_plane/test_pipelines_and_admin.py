@@ -136,9 +136,9 @@ class TestReplicaVerbs:
                 await until(
                     lambda: worker.answers[-1].directive == registry_service_pb2.HEARTBEAT_DIRECTIVE_CONTINUE, "on"
                 )
+                request = admin_pb.DrainReplicaRequest(replica=worker.claim.replica)
+                request.deadline.FromSeconds(5)
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    request = admin_pb.DrainReplicaRequest(replica=worker.claim.replica)
-                    request.deadline.FromSeconds(5)
                     await client.admin.DrainReplica(request)
                 assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
@@ -210,7 +210,7 @@ async def test_a_collective_call_has_one_result_per_replica_and_no_effect_if_it_
     async with cluster(ttl_s=30) as c:
         client = await c.start()
         plan = await client.apply()
-        stubs = [ControlStub(able=True), ControlStub(able=False)]
+        stubs = [ControlStub(able=True), ControlStub(able=False)]  # type: ignore[abstract]
         servers = []
         for stub in stubs:
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -49,7 +49,7 @@ async def test_resuming_at_either_control_plane_gives_what_was_missed() -> None:
         for client in (first, second):
             async with watching(client, resume=before.revision) as after:
                 known = dict(before.table)
-                await until(lambda a=after: a.revision >= max(r.ref.epoch for r in a.table.values()), "frames")
+                assert after.revision >= before.revision
                 assert not any(frame.snapshot for frame in after.frames)
                 for frame in after.frames:
                     for replica in frame.changed:
@@ -82,25 +82,26 @@ async def test_silence_is_filled_with_bookmarks() -> None:
                 assert not frame.changed
 
 
-async def test_compacted_history_is_listed_anew_and_nothing_is_lost() -> None:
+async def test_compacted_history_is_listed_anew_and_nothing_is_lost(tmp_path: Path) -> None:
     async with cluster(ttl_s=30) as c:
-        client = await c.start()
-        plane = c.planes[0]
+        # The control plane reaches etcd by a link, so that it can be kept away from a server that is up.
+        link = tmp_path / "etcd:0"
+        link.symlink_to(c.etcd.endpoint.removeprefix("unix:"))
+        plane, client = await c.control_plane(endpoint=f"unix:{link}")
         plan = await client.apply()
         workers = [Worker(plan) for _ in range(3)]
         await asyncio.gather(*(worker.register(client) for worker in workers))
         async with watching(client) as watcher:
-            # Away while history moves on and is forgotten.
             c.etcd.kill()
-            await until(lambda: watcher.stale, "stale", 8.0)
+            link.unlink()
             await c.etcd.restart()
-            revision = await c.etcd_client.put("/elsewhere", b"x")
             await c.etcd_client.delete("/omni/v1/default/replicas/demo/1/1")
-            revision = (await c.etcd_client.delete("/elsewhere")).revision
-            with contextlib.suppress(Exception):
-                await c.etcd_client.compact(revision)
+            revision = await c.etcd_client.put("/elsewhere", b"x")
+            await c.etcd_client.compact(revision)
+            assert watcher.ids() == {0, 1, 2}, "nothing is concluded from etcd being away"
+            link.symlink_to(c.etcd.endpoint.removeprefix("unix:"))
             await until(lambda: watcher.ids() == {0, 2} and not watcher.stale, "up to date", 10.0)
-        assert plane.table.revision >= revision - 1
+            assert plane.feed.resyncs == 1
 
 
 async def test_a_wiped_etcd_empties_the_table_and_workers_come_back() -> None:
@@ -138,7 +139,7 @@ async def test_plans_are_watched_too() -> None:
         async def follow(resume: int) -> None:
             request = pipeline_service_pb2.WatchPipelinesRequest(resume_revision=resume)
             async for frame in client.pipelines.WatchPipelines(request):
-                frames.append(frame)
+                frames.append(frame)  # noqa: PERF401 -- the test reads them as they come
 
         task = asyncio.create_task(follow(0))
         await until(lambda: bool(frames), "snapshot")
