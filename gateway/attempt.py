@@ -26,7 +26,7 @@ from omnicore import errors
 class StageRun:
     """One stage of an attempt, at its replica: a ``CallSink``."""
 
-    __slots__ = ("assignment", "attempt", "call_id", "ended", "outputs", "session", "step")
+    __slots__ = ("assignment", "attempt", "call_id", "ended", "finished", "outputs", "session", "step")
 
     def __init__(self, attempt: Attempt, step: StageStep, assignment: Assignment, session: ReplicaSession) -> None:
         self.attempt = attempt
@@ -35,6 +35,8 @@ class StageRun:
         self.session = session
         self.call_id = 0
         self.ended = False
+        self.finished = False
+        """Ended well."""
         self.outputs: dict[int, list[stage_service_pb2.StageOutput]] = {}
         """Consumer stage → what this stage published for it."""
 
@@ -50,7 +52,7 @@ class StageRun:
         for output in event.outputs:
             self.outputs.setdefault(output.to_stage, []).append(output)
         if event.HasField("finish"):
-            self.ended = True
+            self.ended = self.finished = True
             self.assignment.release()
             self.attempt.stage_finished(self, event.finish)
         elif event.HasField("error"):
@@ -109,7 +111,7 @@ class Attempt:
             if not run.ended:
                 run.ended = True
                 run.session.abort(run.call_id)
-            elif self._left and self._plan.async_chunk and run.step.outputs:
+            elif run.finished and self._left and self._plan.async_chunk and run.step.outputs:
                 run.session.discard(run.call_id)  # its consumers end here too, and will not read the rest
             run.assignment.release()
 
@@ -142,7 +144,7 @@ class Attempt:
         elif not self._plan.async_chunk:
             for edge in run.step.outputs:
                 consumer = next(step for step in self._plan.steps if step.stage_id == edge.to_stage)
-                if all((p := self.runs.get(e.from_stage)) is not None and p.ended for e in consumer.inputs):
+                if all((p := self.runs.get(e.from_stage)) is not None and p.finished for e in consumer.inputs):
                     self._ready.append(consumer)
         self._wake()
 

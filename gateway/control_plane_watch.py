@@ -24,8 +24,8 @@ from omnicore.log import get_logger
 
 _log = get_logger(__name__)
 
-# Bookmarks come every few seconds; a stream silent for this long has lost its server without our noticing.
-SILENCE_LIMIT_S = 30.0
+# A control plane sends bookmarks every second; a stream silent for this long belongs to one that hangs.
+SILENCE_LIMIT_S = 5.0
 
 
 class ControlPlaneWatch:

@@ -133,6 +133,12 @@ class ReplicaSession:
             self._wake.set()
         self._note_idle()
 
+    def discard(self, call_id: int) -> None:
+        """Have the worker drop what an ended call still holds for consumers that will not come."""
+        if self.connected:
+            self._aborts.append(call_id)
+            self._wake.set()
+
     async def abort_request(self, request_id: str, reason: str) -> None:
         """Tell the replica to let go of everything of a request, also what its ended calls left behind."""
         if self._channel is None or not self.connected:

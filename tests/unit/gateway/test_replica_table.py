@@ -1,0 +1,136 @@
+"""The table: snapshots, deltas, epochs, and overrides by sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gateway.graph import PipelineGraph
+from gateway.replica_table import ReplicaTable, ReplicaView
+from omni.v1 import types_pb2
+from tests.support.pipelines import speech_pipeline, text_pipeline
+
+READY = types_pb2.REPLICA_STATE_READY
+
+
+def replica(replica_id: int, epoch: int, **fields: object) -> types_pb2.Replica:
+    stage = types_pb2.StageRef(pipeline="text", stage_id=0)
+    record = types_pb2.Replica(
+        ref=types_pb2.ReplicaRef(stage=stage, replica_id=replica_id, epoch=epoch), endpoint="h:1", state=READY
+    )
+    for name, value in fields.items():
+        setattr(record, name, value)
+    return record
+
+
+class Recorder:
+    """Writes down what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def on_pipeline(self, name: str, graph: PipelineGraph | None) -> None:
+        self.heard.append(f"{'-' if graph is None else '+'}{name}")
+
+    def on_replica(self, old: ReplicaView | None, new: ReplicaView | None) -> None:
+        view = new or old
+        assert view is not None
+        sign = "+" if old is None else "-" if new is None else "~"
+        self.heard.append(f"{sign}{view.key[2]}@{view.epoch}")
+
+
+def table() -> tuple[ReplicaTable, Recorder]:
+    made, recorder = ReplicaTable(), Recorder()
+    made.add_listener(recorder)
+    return made, recorder
+
+
+def apply(
+    made: ReplicaTable,
+    *changed: types_pb2.Replica,
+    removed: Sequence[types_pb2.ReplicaRef] = (),
+    snapshot: bool = False,
+    stale: bool = False,
+) -> None:
+    made.apply_replicas(changed, removed, snapshot=snapshot, revision=made.revision + 1, stale=stale)
+
+
+def test_a_snapshot_replaces() -> None:
+    made, recorder = table()
+    apply(made, replica(0, 5), replica(1, 6), snapshot=True)
+    apply(made, replica(1, 6), replica(2, 9), snapshot=True)
+    assert recorder.heard == ["+0@5", "+1@6", "-0@5", "+2@9"]
+    assert sorted(key[2] for key in made.replicas) == [1, 2]
+
+
+def test_a_stale_snapshot_takes_nothing_away() -> None:
+    made, _ = table()
+    apply(made, replica(0, 5), snapshot=True)
+    apply(made, snapshot=True, stale=True)
+    assert made.stale
+    assert len(made.replicas) == 1
+
+
+def test_another_instance_is_a_removal_and_an_addition() -> None:
+    made, recorder = table()
+    apply(made, replica(0, 5))
+    apply(made, replica(0, 8, endpoint="other:1"))
+    assert recorder.heard == ["+0@5", "-0@5", "+0@8"]
+    assert made.replicas["text", 0, 0].record.endpoint == "other:1"
+
+
+def test_news_of_an_older_instance_is_no_news() -> None:
+    made, recorder = table()
+    apply(made, replica(0, 8))
+    apply(made, replica(0, 5), removed=[replica(0, 5).ref])
+    assert recorder.heard == ["+0@8"]
+
+
+def test_the_same_again_is_no_change() -> None:
+    made, recorder = table()
+    apply(made, replica(0, 5), snapshot=True)
+    apply(made, replica(0, 5), snapshot=True)
+    assert recorder.heard == ["+0@5"]
+
+
+def test_a_broken_session_overrides_until_it_is_up_or_another_instance_comes() -> None:
+    made, recorder = table()
+    key = ("text", 0, 0)
+    apply(made, replica(0, 5))
+    made.mark_broken(key, 5, True)
+    assert not made.replicas[key].routable
+    apply(made, replica(0, 5, suspect=False, engine="sim"))  # an ordinary change is not a newer fact
+    assert not made.replicas[key].routable
+    made.mark_broken(key, 5, False)
+    assert made.replicas[key].routable
+    made.mark_broken(key, 5, True)
+    apply(made, replica(0, 6))
+    assert made.replicas[key].routable
+    made.mark_broken(key, 5, True)  # of the instance before
+    assert made.replicas[key].routable
+    assert recorder.heard == ["+0@5", "~0@5", "~0@5", "~0@5", "~0@5", "-0@5", "+0@6"]
+
+
+def test_draining_by_session_holds() -> None:
+    made, _ = table()
+    apply(made, replica(0, 5))
+    made.mark_draining(("text", 0, 0), 5)
+    apply(made, replica(0, 5, engine="sim"))
+    assert not made.replicas["text", 0, 0].routable
+
+
+def test_pipelines_follow_snapshots_and_deltas() -> None:
+    made, recorder = table()
+    made.apply_pipelines([text_pipeline(), speech_pipeline()], [], snapshot=True, revision=3)
+    made.apply_pipelines([text_pipeline()], [], snapshot=True, revision=4)
+    made.apply_pipelines([], ["text"], snapshot=False, revision=5)
+    assert recorder.heard == ["+text", "+speech", "-speech", "-text"]
+    assert made.pipelines == {}
+    assert made.pipeline_revision == 5
+
+
+def test_routable_counts_has_every_stage() -> None:
+    made, _ = table()
+    made.apply_pipelines([text_pipeline()], [], snapshot=True, revision=1)
+    assert made.routable_counts("text") == {0: 0}
+    apply(made, replica(0, 5), replica(1, 6, cordoned=True))
+    assert made.routable_counts("text") == {0: 1}

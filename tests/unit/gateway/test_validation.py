@@ -1,0 +1,240 @@
+"""Bad input is refused with the path of the field and what is accepted; good input is read as meant."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import pytest
+
+from gateway import validation
+from gateway.graph import PipelineGraph
+from gateway.http.chat_schema import ChatRequest, parse_chat
+from gateway.http.completion_schema import parse_completion
+from gateway.http.speech_schema import parse_speech
+from omni.v1 import prompt_pb2, sampling_pb2
+from omnicore import errors
+from tests.support.pipelines import speech_pipeline, text_pipeline
+
+PIPELINES = {"speech": PipelineGraph(speech_pipeline()), "text": PipelineGraph(text_pipeline())}
+USER = [{"role": "user", "content": "hello"}]
+LIMIT = 1_000_000
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return parse_chat({"model": "speech", "messages": USER, **fields}, PIPELINES, LIMIT)
+
+
+def refused(**fields: Any) -> tuple[str, str]:
+    """The path of the field that is wrong, and the message."""
+    with pytest.raises(errors.InvalidRequestError) as caught:
+        chat(**fields)
+    return caught.value.violations[0].field, caught.value.message
+
+
+def test_a_plain_chat() -> None:
+    asked = chat()
+    assert asked.modalities == ("text",)
+    assert asked.prompt.chat.messages[0].parts[0].text == "hello"
+    assert not asked.stream
+    assert asked.sampling == sampling_pb2.SamplingParams()
+
+
+def test_sampling_and_extensions_are_read() -> None:
+    asked = chat(
+        temperature=0, top_p=0.5, top_k=-1, max_completion_tokens=7, seed=-3, stop="END", repetition_penalty=1.1,
+        presence_penalty=-2, frequency_penalty=2, min_tokens=2, ignore_eos=True, skip_special_tokens=False,
+        stop_token_ids=[1, 2], session_id="s-1",
+    )  # fmt: skip
+    sampling = asked.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0, 0.5, -1, 7)
+    assert sampling.HasField("temperature")
+    assert (sampling.seed, list(sampling.stop), list(sampling.stop_token_ids)) == (-3, ["END"], [1, 2])
+    assert sampling.ignore_eos
+    assert sampling.HasField("skip_special_tokens")
+    assert asked.session_id == "s-1"
+
+
+def test_harmless_fields_are_accepted_and_null_is_absent() -> None:
+    chat(user="u", metadata={"a": "b"}, store=False, service_tier="auto", parallel_tool_calls=True)
+    chat(tools=None, modalities=None, stop=None, temperature=None, audio=None, stream_options=None)
+    chat(n=1, tools=[], tool_choice="none", response_format={"type": "text"}, logprobs=False, logit_bias={})
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["tools", "functions", "response_format", "logprobs", "logit_bias", "n", "prediction", "reasoning_effort"],
+)
+def test_what_would_change_the_output_is_refused_by_name(field: str) -> None:
+    value = {"n": 2, "logprobs": True, "response_format": {"type": "json_object"}}.get(field, [{"type": "x"}])
+    path, message = refused(**{field: value})
+    assert path == field
+    assert "not supported" in message
+
+
+@pytest.mark.parametrize(
+    ("fields", "path", "text"),
+    [
+        ({"messages": None}, "messages", "required"),
+        ({"messages": []}, "messages", "at least one"),
+        ({"messages": "hi"}, "messages", "must be a list, got a string"),
+        ({"messages": ["hi"]}, "messages[0]", "must be an object, got a string"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "required"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "must be one of: system, user"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "required"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "got a whole number"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "at least one part"),
+        (
+            {"messages": [*USER, {"role": "user", "content": [{"type": "text", "text": 1}]}]},
+            "messages[1].content[0].text",
+            "must be a string, got a whole number",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video"}]}]},
+            "messages[0].content[0].type",
+            "must be one of: text, image_url, input_audio",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y"}}]}]},
+            "messages[0].content[0].image_url.url",
+            "data URI",
+        ),
+        ({"messages": [{"role": "user", "content": "x", "nmae": "y"}]}, "messages[0].nmae", "did you mean 'name'?"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls", "not"),
+        ({"temperature": -0.1}, "temperature", "at least 0, got -0.1"),
+        ({"temperature": True}, "temperature", "must be a number, got true or false"),
+        ({"temperature": "1"}, "temperature", "must be a number, got a string"),
+        ({"top_p": 0}, "top_p", "above 0 and at most 1"),
+        ({"top_k": 0}, "top_k", "-1 or at least 1"),
+        ({"top_k": 2**40}, "top_k", "out of range"),
+        ({"seed": 2**70}, "seed", "out of range"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"max_tokens": 1.5}, "max_tokens", "must be a whole number, got a number"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "contradicts"),
+        ({"min_tokens": 9, "max_tokens": 5}, "min_tokens", "at most max_tokens (5)"),
+        ({"stop": ["a", 1]}, "stop[1]", "must be a string"),
+        ({"stop": [""]}, "stop[0]", "must not be empty"),
+        ({"stream": "yes"}, "stream", "true or false, got a string"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "only with stream"),
+        ({"stream": True, "stream_options": {"usage": 1}}, "stream_options.usage", "unknown field"),
+        ({"modalities": []}, "modalities", "at least one of: text, audio"),
+        ({"modalities": "audio"}, "modalities", "must be a list, got a string"),
+        ({"modalities": ["text", 3]}, "modalities[1]", "must be a string"),
+        ({"modalities": ["text", "video"]}, "modalities[1]", "does not offer 'video'; it offers: text, audio"),
+        ({"audio": {"voice": "a"}}, "audio", 'only with "audio"'),
+        ({"modalities": ["audio"], "audio": {"format": "mp3"}}, "audio.format", "must be one of: wav, pcm16"),
+        (
+            {"modalities": ["audio"], "audio": {"format": "wav"}, "stream": True},
+            "audio.format",
+            "must be one of: pcm16",
+        ),
+        ({"modalities": ["audio"], "audio": {"voice": 3}}, "audio.voice", "must be a string"),
+        ({"temprature": 1}, "temprature", "unknown field; did you mean 'temperature'?"),
+        ({"session_id": "a b"}, "session_id", "printable ASCII"),
+    ],
+)
+def test_wrong_fields_name_their_path(fields: dict[str, Any], path: str, text: str) -> None:
+    where, message = refused(**fields)
+    assert where == path
+    assert message.startswith(f"{path}: ")
+    assert text in message
+
+
+@pytest.mark.parametrize("body", [None, [], "x", 5])
+def test_a_body_that_is_not_an_object(body: object) -> None:
+    with pytest.raises(errors.InvalidRequestError, match="body: must be an object"):
+        parse_chat(body, PIPELINES, LIMIT)
+
+
+def test_models_are_never_defaulted() -> None:
+    with pytest.raises(errors.NotFoundError, match="known models: speech, text") as unknown:
+        chat(model="nope")
+    assert unknown.value.reason == "MODEL_NOT_FOUND"
+    path, message = refused(model=None)
+    assert path == "model"
+    assert "required" in message
+
+
+def test_modalities_come_once_and_in_order() -> None:
+    assert chat(modalities=["audio", "text", "audio"]).modalities == ("text", "audio")
+
+
+def test_audio_options() -> None:
+    asked = chat(modalities=["text", "audio"], audio={"voice": {"id": "anna"}, "format": "pcm16", "speed": 2})
+    assert (asked.speech.voice, asked.speech.speed, asked.audio_format) == ("anna", 2.0, "pcm16")
+    assert chat(modalities=["audio"]).audio_format == "wav"
+    assert chat(modalities=["audio"], stream=True).audio_format == "pcm16"
+
+
+def test_media_parts_are_decoded() -> None:
+    data = base64.b64encode(b"PNG").decode()
+    parts = [
+        {"type": "text", "text": "what is this?"},
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}", "detail": "low"}},
+        {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}},
+    ]
+    message = chat(messages=[{"role": "user", "content": parts}]).prompt.chat.messages[0]
+    assert [part.WhichOneof("kind") for part in message.parts] == ["text", "media", "media"]
+    assert (message.parts[1].media.mime_type, message.parts[1].media.data) == ("image/png", b"PNG")
+    assert message.parts[2].media.mime_type == "audio/wav"
+
+
+def test_a_prompt_that_does_not_fit_a_message_is_refused() -> None:
+    with pytest.raises(errors.InvalidRequestError, match="must be at most 10 bytes"):
+        parse_chat({"model": "text", "messages": USER}, PIPELINES, 10)
+
+
+def test_speech() -> None:
+    asked = parse_speech({"model": "speech", "input": "hi", "voice": "anna", "speed": 0.5}, PIPELINES, LIMIT)
+    assert (asked.prompt.text, asked.speech.voice, asked.speech.speed) == ("hi", "anna", 0.5)
+    assert asked.response_format == "wav"
+
+
+@pytest.mark.parametrize(
+    ("fields", "path", "text"),
+    [
+        ({"input": ""}, "input", "must not be empty"),
+        ({"input": 5}, "input", "must be a string"),
+        ({"response_format": "mp3"}, "response_format", "must be one of: wav, pcm; got 'mp3'"),
+        ({"speed": 5}, "speed", "at least 0.25 and at most 4"),
+        ({"stream_format": "sse"}, "stream_format", "must be one of: audio"),
+        ({"instructions": "whisper"}, "instructions", "not supported"),
+        ({"model": "text"}, "model", "does not offer 'speech'; it offers: chat"),
+    ],
+)
+def test_wrong_speech(fields: dict[str, Any], path: str, text: str) -> None:
+    with pytest.raises(errors.InvalidRequestError) as caught:
+        parse_speech({"model": "speech", "input": "hi", **fields}, PIPELINES, LIMIT)
+    assert caught.value.violations[0].field == path
+    assert text in caught.value.message
+
+
+def test_completion_prompts() -> None:
+    def prompt(value: object) -> prompt_pb2.Prompt:
+        return parse_completion({"model": "text", "prompt": value}, PIPELINES, LIMIT).prompt
+
+    assert prompt("hi").text == prompt(["hi"]).text == "hi"
+    assert list(prompt([1, 2]).tokens.token_ids) == list(prompt([[1, 2]]).tokens.token_ids) == [1, 2]
+    for wrong in (None, "", [], ["a", "b"], [-1], [True], {"a": 1}):
+        with pytest.raises(errors.InvalidRequestError, match="prompt: must"):
+            prompt(wrong)
+
+
+def test_typed_prompts_are_checked_the_same() -> None:
+    for prompt, text in (
+        (prompt_pb2.Prompt(), "one of: chat, text, tokens"),
+        (prompt_pb2.Prompt(text=""), "must not be empty"),
+        (prompt_pb2.Prompt(chat=prompt_pb2.ChatPrompt()), "at least one message"),
+        (prompt_pb2.Prompt(tokens=prompt_pb2.TokenPrompt()), "at least one token"),
+    ):
+        with pytest.raises(errors.InvalidRequestError, match=text):
+            validation.check_prompt(prompt, LIMIT)
+    robot = prompt_pb2.Prompt()
+    robot.chat.messages.add(role="robot")
+    with pytest.raises(errors.InvalidRequestError, match=r"prompt.chat.messages\[0\].role"):
+        validation.check_prompt(robot, LIMIT)
+
+
+def test_numbers_that_are_none() -> None:
+    with pytest.raises(errors.InvalidRequestError, match=r"sampling\.temperature"):
+        validation.check_sampling(sampling_pb2.SamplingParams(temperature=float("nan")), "sampling.")
