@@ -112,7 +112,8 @@ class Engine(Protocol):
         ...
 
     async def probe(self) -> None:
-        """Return as soon as the engine has shown that it can make progress."""
+        """Return as soon as the engine has shown that it can make progress. Raises when it never will again: the worker
+        then deregisters and exits. Waits, and is cancelled, while the engine hangs."""
         ...
 
     async def control(self, method: types_pb2.ControlMethod.ValueType, args: Mapping[str, Any]) -> dict[str, Any]:

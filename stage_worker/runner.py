@@ -158,6 +158,7 @@ class CallRunner:
         error: OmniError | None = None
         cancelled: asyncio.CancelledError | None = None
         try:
+            self._open_inputs()  # even of a call that is over already: its handles must be released
             if self._ending is not None:
                 raise self._ending
             await self._work_in_time()
@@ -250,7 +251,7 @@ class CallRunner:
             else:
                 event.media = piece
 
-    def _engine_request(self) -> EngineRequest:
+    def _open_inputs(self) -> None:
         call, parts = self._call, self._parts
         for item in call.inputs:
             if item.WhichOneof("source") == "flow":
@@ -259,6 +260,9 @@ class CallRunner:
             else:
                 handles = list(item.handles.handles)
                 self._inputs[item.from_stage] = HandleReader(handles, parts.connectors.get, parts.releaser)
+
+    def _engine_request(self) -> EngineRequest:
+        call, parts = self._call, self._parts
         sampling = call.sampling if call.HasField("sampling") else parts.stage.default_sampling_params
         return EngineRequest(
             request_id=f"{call.request_id}/{call.attempt}",

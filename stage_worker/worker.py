@@ -46,6 +46,8 @@ _log = get_logger(__name__)
 PROTOCOL_VERSION = "1.0"
 """Of protos/omni/v1; the major number grows when an old peer cannot work with a new one."""
 SERVICE_NAMES = ("omni.v1.StageService", "omni.v1.TransferService")
+ENGINE_CLOSE_TIMEOUT_S = 20.0
+"""An engine that hangs does not close; the process must end all the same."""
 _SWEEP_S = 0.5
 _DRAIN_POLL_S = 0.02
 _STOP_GRACE_S = 1.0  # for the last frames to leave
@@ -228,7 +230,11 @@ class Worker:
         if self._server is not None:
             await self._server.stop(_STOP_GRACE_S)
         await self._cancel("sweep")
-        await self.parts.engine.close()
+        try:
+            async with asyncio.timeout(ENGINE_CLOSE_TIMEOUT_S):
+                await self.parts.engine.close()
+        except TimeoutError:
+            _log.error("engine does not close: left to the end of the process", waited_s=ENGINE_CLOSE_TIMEOUT_S)
         await self.parts.connectors.close()
         await self.channels.close()
 
@@ -238,10 +244,14 @@ class Worker:
         calls, flows = self.parts.calls, self.parts.flows
         if calls or flows.holding:
             _log.info("draining", calls=len(calls), flows=flows.holding, limit_s=self._config.drain_timeout_s)
-        while (calls or flows.holding) and self._clock.monotonic() < limit_s:  # noqa: ASYNC110 -- once in a worker's life
+        while self._must_wait_until(limit_s):  # noqa: ASYNC110 -- two tables, once in a worker's life
             await asyncio.sleep(_DRAIN_POLL_S)
         if calls:
             _log.warning("drain limit reached: requests are cut off", calls=len(calls))
+
+    def _must_wait_until(self, limit_s: float) -> bool:
+        busy = bool(self.parts.calls) or self.parts.flows.holding > 0
+        return busy and self.may_finish_calls and self._clock.monotonic() < limit_s
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
