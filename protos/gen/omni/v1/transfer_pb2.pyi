@@ -88,9 +88,9 @@ class TransferHandle(_message.Message):
     owner_endpoint: _builtins.str
     """"host:port" of the owner's TransferService, for Release and Fetch."""
     text: _builtins.str
-    """Text of a text chunk."""
+    """Text of a text chunk, up to 64 KiB; `inline` is then empty."""
     size_bytes: _builtins.int
-    """Bytes behind the handle. Every reader checks it against what the backend says."""
+    """Bytes behind the handle, or of its text. Every reader checks it against what the backend says."""
     crc32: _builtins.int
     """CRC-32 (zlib) of those bytes, if the edge asks for checksums."""
     consumers: _builtins.int
@@ -107,7 +107,9 @@ class TransferHandle(_message.Message):
 
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
-        """The tensors in the data, in order. Empty for text and bytes."""
+        """The tensors in the data, in order, each at the first multiple of 64 bytes after the one before; the data ends
+        with the last one. Empty for text of up to 64 KiB; longer text is one spec without a name, of dtype "utf8".
+        """
 
     @_builtins.property
     def metadata(self) -> _struct_pb2.Struct:
