@@ -99,16 +99,12 @@ class Registrar:
             return await pb_grpc.RegistryServiceStub(channel).Register(self._request())
 
         response = await self._client.call("register", attempt, deadline_s=deadline_s)
-        before = self._identity.current
+        changed = response.replica != self._identity.current
         self._identity.adopt(response.replica)
         self._lease_id = response.lease_id
         self._interval_s = response.heartbeat_interval.ToNanoseconds() / 1e9 or self._interval_s
-        _log.info(
-            "registered",
-            replica=replica_name(response.replica),
-            was=replica_name(before),
-            control_plane=self._client.address,
-        )
+        if changed:
+            _log.info("registered", replica=replica_name(response.replica), control_plane=self._client.address)
 
     def set_state(self, state: types_pb2.ReplicaState.ValueType) -> None:
         """Tell the control plane with a beat at once."""

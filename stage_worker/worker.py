@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import cast
 
 import grpc.aio
 from google.protobuf import json_format
@@ -86,7 +85,7 @@ class Worker:
             lambda: self.identity.data_owner,
             lambda: self.identity.endpoint,
             self.channels.fetch,
-            pool_bytes=config.pool_bytes if any(e.from_stage == stage.stage_id for e in pipeline.edges) else 0,
+            pool_bytes=config.pool_bytes if _publishes(pipeline, stage) else 0,
             clock=clock,
             options=_connector_options(pipeline, stage),
         )
@@ -346,10 +345,16 @@ async def plan_worker(config: StageWorkerConfig, client: ControlPlaneClient, dea
 
 
 def _connector_options(pipeline: pipeline_pb2.Pipeline, stage: pipeline_pb2.Stage) -> dict[str, dict[str, JsonValue]]:
-    """``extra`` of the connectors on this stage's edges, by kind."""
+    """``extra`` of the connectors on this stage's edges, by kind. A stage that publishes nothing takes no pool."""
     mine = {edge.connector for edge in pipeline.edges if stage.stage_id in (edge.from_stage, edge.to_stage)}
-    return {
-        connector.kind: cast("dict[str, JsonValue]", json_format.MessageToDict(connector.extra))
-        for connector in pipeline.connectors
-        if connector.name in mine and connector.kind not in ("", "auto")
-    }
+    options: dict[str, dict[str, JsonValue]] = {}
+    for connector in pipeline.connectors:
+        if connector.name in mine and connector.kind not in ("", "auto"):
+            options[connector.kind] = json_format.MessageToDict(connector.extra)
+            if not _publishes(pipeline, stage):
+                options[connector.kind].pop("pool_bytes", None)
+    return options
+
+
+def _publishes(pipeline: pipeline_pb2.Pipeline, stage: pipeline_pb2.Stage) -> bool:
+    return any(edge.from_stage == stage.stage_id for edge in pipeline.edges)
