@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ async def run(args: argparse.Namespace) -> int:
 
     def on_change(member: Member, text: str) -> None:
         if text:
-            view.say(text)
+            view.say(f"{time.strftime('%H:%M:%S')} {text}" if cluster.serving else text)
         view.changed(member)
 
     supervisor = Supervisor(plan.run_dir, on_change, members=members)
@@ -321,10 +322,13 @@ def _banner(plan: _Plan, addresses: Addresses, pipeline: pipeline_pb2.Pipeline, 
 
 
 def _report(error: OmniError) -> None:
-    print(failures.render(error), file=sys.stderr)
+    first, *rest = failures.render(error, "omnictl up").splitlines()
+    print(first, file=sys.stderr)
     if isinstance(error, StartFailedError):
         for line in error.log_lines:
             print(f"  | {line}", file=sys.stderr)
+    for line in rest:
+        print(line, file=sys.stderr)
 
 
 def _clean_up(plan: _Plan, code: int, view: View) -> None:

@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import BinaryIO
 
 from omnictl.local.process import end_text
 
@@ -27,8 +28,9 @@ async def start(args: argparse.Namespace, argv: list[str] | None = None) -> int:
     ready = Path(args.ready_file) if args.ready_file else directory / "omnictl.ready.json"
     ready.unlink(missing_ok=True)
     flags = ["--ready-file", str(ready), "--run-dir", str(directory)]
-    with log.open("ab") as stream:
-        shown = stream.tell()
+    # Opened before it starts: a run that failed may have removed its directory by the time we look.
+    with log.open("ab") as stream, log.open("rb") as reader:
+        reader.seek(0, os.SEEK_END)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "omnictl", *words, *flags),
             stdin=asyncio.subprocess.DEVNULL,
@@ -37,17 +39,17 @@ async def start(args: argparse.Namespace, argv: list[str] | None = None) -> int:
             start_new_session=True,
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
         )
-    try:
-        while process.returncode is None and not ready.exists():
-            await asyncio.sleep(_POLL_S)
-            shown = _show(log, shown)
-    except asyncio.CancelledError:
-        # Ctrl-C before it was ready: nothing must stay behind.
-        if process.returncode is None:
-            process.terminate()
-            await process.wait()
-        raise
-    _show(log, shown)
+        try:
+            while process.returncode is None and not ready.exists():
+                await asyncio.sleep(_POLL_S)
+                _show(reader)
+        except asyncio.CancelledError:
+            # Ctrl-C before it was ready: nothing must stay behind.
+            if process.returncode is None:
+                process.terminate()
+                await process.wait()
+            raise
+        _show(reader)
     if process.returncode is not None:
         if process.returncode < 0:
             print(f"error: omnictl up {end_text(process.returncode)}", file=sys.stderr)
@@ -56,12 +58,7 @@ async def start(args: argparse.Namespace, argv: list[str] | None = None) -> int:
     return 0
 
 
-def _show(log: Path, offset: int) -> int:
-    """Print what was logged from ``offset`` on; returns the new offset."""
-    with log.open("rb") as stream:
-        stream.seek(offset)
-        piece = stream.read()
-    print(
-        piece.decode(errors="replace").replace("\n\nCtrl-C stops everything.", ""), end="", file=sys.stderr, flush=True
-    )
-    return offset + len(piece)
+def _show(log: BinaryIO) -> None:
+    """Print what was logged since the last time."""
+    text = log.read().decode(errors="replace").replace("\n\nCtrl-C stops everything.", "")
+    print(text, end="", file=sys.stderr, flush=True)

@@ -69,9 +69,9 @@ def draw(members: Iterable[Member], now_s: float, spinner: Spinner, width: int) 
     """The table of ``members``."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(width=1)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, justify="right")
+    table.add_column(no_wrap=True, min_width=13)  # columns stay where they are while states come and go
+    table.add_column(no_wrap=True, min_width=10)
+    table.add_column(no_wrap=True, min_width=6, justify="right")
     table.add_column(no_wrap=True, overflow="ellipsis", max_width=max(10, width - 46))
     for member in members:
         style = _STYLES[member.state]

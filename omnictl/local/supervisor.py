@@ -16,7 +16,7 @@ from omnicore.errors import InternalError
 from omnictl.local.process import Files, Process, ProcessEndedError, end_text
 from omnictl.local.restart import RestartPolicy
 
-TAIL_LINES = 15
+TAIL_LINES = 12
 
 
 class State(enum.Enum):
@@ -174,14 +174,14 @@ class Supervisor:
                 await process.stop(0.5)
             else:
                 member.detail = spec.describe(member.ready)
-                self._set(member, State.READY)
+                self._set(member, State.READY, f"{spec.name} is ready again: {member.detail}" if first.done() else "")
                 if not first.done():
                     pinned = spec.pin(member.ready)
                     first.set_result(member.ready)
                 code = await process.wait()
                 why = end_text(code)
             if not first.done():
-                self._set(member, State.FAILED, f"{spec.name} {why}")
+                self._set(member, State.FAILED)
                 first.set_exception(StartFailedError(spec.name, why, process.tail(TAIL_LINES), files.log))
                 first.exception()  # retrieved: nobody waits for it any more if the launch was cancelled
                 return
