@@ -18,12 +18,15 @@ from google.protobuf.message import Message
 
 from control_plane.keys import ReplicaKey, StageKey
 from omni.v1 import pipeline_pb2, types_pb2
+from omnicore.errors import DataLossError
 
 M = TypeVar("M", bound=Message)
 
 
-class RecordError(ValueError):
+class RecordError(DataLossError):
     """A value in etcd is not the record that its key promises."""
+
+    default_reason = "RECORD_UNREADABLE"
 
 
 def encode_replica(replica: types_pb2.Replica) -> bytes:

@@ -42,6 +42,8 @@ _SWEEP_S: Final = 0.1
 _RETRY_S: Final = 0.5  # after etcd failed
 # Looking up a claim that the table does not know must not hold up the stream until it looks silent.
 _LOOKUP_S: Final = 0.5
+# Nor must waiting for a new state to be recorded: a few milliseconds while etcd is well.
+_SETTLE_S: Final = 0.3
 _WORKERS: Final = 32
 
 
@@ -56,6 +58,8 @@ class _Claim:
     connectors: list[types_pb2.ConnectorOffer] | None = None
     refresh_due_s: float = float("-inf")
     lost: bool = False
+    settled: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    """Set while the record says what is known here."""
 
 
 class Heartbeats:
@@ -105,33 +109,36 @@ class Heartbeats:
         """One stream: one instance, though it may claim anew in between."""
         self._table.require_loaded()
         number = self._liveness.open_stream()
-        instance_uuid = ""
-        claim: tuple[ReplicaKey, int] | None = None
+        last: pb.HeartbeatRequest | None = None
+        key: ReplicaKey | None = None
         try:
             async for beat in beats:
-                validate.heartbeat_claim(beat)
-                if instance_uuid and beat.instance_uuid != instance_uuid:
-                    raise InvalidRequestError.field(
-                        "instance_uuid", f"this stream carries {instance_uuid}; open another one"
-                    )
-                instance_uuid = beat.instance_uuid
-                claim = validate.replica_key(beat.replica), beat.replica.epoch
-                yield await self._beat(beat, number)
+                if key is None or last is None or not _same_claim(beat, last):
+                    validate.heartbeat_claim(beat)
+                    if last is not None and beat.instance_uuid != last.instance_uuid:
+                        raise InvalidRequestError.field(
+                            "instance_uuid", f"this stream carries {last.instance_uuid}; open another one"
+                        )
+                    key, last = validate.replica_key(beat.replica), beat
+                yield await self._beat(beat, key, number)
                 if self._closing:
                     raise UnavailableError(
                         "this control plane is stopping; beat at another one", reason="STOPPING", retry_after_s=0.0
                     )
         finally:
-            if claim is not None and not self._closing:
-                self._ended(*claim, number)
+            if key is not None and last is not None and not self._closing:
+                self._ended(key, last.replica.epoch, number)
 
     # ---- one beat
 
-    async def _beat(self, beat: pb.HeartbeatRequest, stream: int) -> pb.HeartbeatResponse:
-        key, epoch = validate.replica_key(beat.replica), beat.replica.epoch
+    async def _beat(self, beat: pb.HeartbeatRequest, key: ReplicaKey, stream: int) -> pb.HeartbeatResponse:
+        epoch = beat.replica.epoch
         directive, detail = await self._verdict(beat, key, epoch)
         if directive == CONTINUE and (row := self._table.replica(key)) is not None and row.epoch == epoch:
+            known = self._claims.get(key)
+            before = known.state if known is not None and known.epoch == epoch else row.replica.state
             directive, detail = self._take(beat, row, stream)
+            await self._settle(self._claims[key], before)
         next_interval = duration_pb2.Duration()
         next_interval.FromNanoseconds(int(self.interval_s * 1e9))
         return pb.HeartbeatResponse(
@@ -200,6 +207,7 @@ class Heartbeats:
             claim.refresh_due_s = now_s + self._lease_ttl_s / 3
             self._refreshes.add(row.key)
         if _differs(row.replica, claim, pulse.suspect):
+            claim.settled.clear()
             self._writes.add(row.key)
 
         if beat.state != states.DRAINING:
@@ -234,6 +242,16 @@ class Heartbeats:
             )
         return refused
 
+    async def _settle(self, claim: _Claim, before: states.State) -> None:
+        """After a change of state, answer when it is recorded: who hears that READY was taken in is routable."""
+        if claim.state == before:
+            return
+        try:
+            async with asyncio.timeout(_SETTLE_S):
+                await claim.settled.wait()
+        except TimeoutError:
+            _log.debug("state not recorded yet", replica=claim.key)
+
     # ---- keeping etcd true
 
     async def _write(self, key: ReplicaKey) -> float | None:
@@ -242,7 +260,10 @@ class Heartbeats:
         if claim is None or pulse is None or pulse.epoch != claim.epoch:
             return None
         try:
-            await self._records.update(key, claim.epoch, lambda new: _correct(new, claim, pulse.suspect))
+            written = await self._records.update(key, claim.epoch, lambda new: _correct(new, claim, pulse.suspect))
+            if written is not None:
+                await self._table.wait_revision(written.revision)
+            claim.settled.set()
         except LeaseLost:
             claim.lost = True
         except (UnavailableError, ConflictError) as error:
@@ -295,6 +316,13 @@ class Heartbeats:
             if pulse is not None and pulse.epoch == row.epoch and row.replica.suspect and not pulse.suspect:
                 # Another control plane lost sight of it, while it beats here.
                 self._liveness.recorded_suspect(pulse, self._clock.monotonic())
+
+
+def _same_claim(beat: pb.HeartbeatRequest, other: pb.HeartbeatRequest) -> bool:
+    """True if both beats speak of the same claim: what was checked once need not be checked four times a second."""
+    return (
+        beat.replica == other.replica and beat.lease_id == other.lease_id and beat.instance_uuid == other.instance_uuid
+    )
 
 
 def _differs(record: types_pb2.Replica, claim: _Claim, suspect: bool) -> bool:

@@ -226,3 +226,35 @@ async def test_two_clusters_share_an_etcd_without_meeting() -> None:
         listed = await client.pipelines.ListPipelines(pipeline_service_pb2.ListPipelinesRequest())
         assert [pipeline.name for pipeline in listed.pipelines] == ["demo"]
         assert await client.replicas() == {}
+
+
+async def test_writes_whose_outcome_is_unknown_leave_one_claim_each() -> None:
+    async with cluster(ttl_s=20) as c:
+        clients = [await c.start(), (await c.control_plane())[1]]
+        plan = await clients[0].apply()
+        workers = [Worker(plan) for _ in range(24)]
+
+        async def register(worker: Worker, client: Client) -> None:
+            while True:
+                try:
+                    await worker.register(client)
+                except grpc.aio.AioRpcError as error:
+                    assert error.code() == grpc.StatusCode.UNAVAILABLE, error.details()
+                else:
+                    return
+
+        async with asyncio.TaskGroup() as tasks:
+            for i, worker in enumerate(workers):
+                tasks.create_task(register(worker, clients[i % 2]))
+            await asyncio.sleep(0.03)  # some are asking, some are writing, some are done
+            c.etcd.freeze()
+            await asyncio.sleep(2.5)  # longer than the control planes wait for an answer
+            c.etcd.thaw()
+        assert sorted(worker.replica_id for worker in workers) == list(range(24))
+        kept = await c.etcd_client.get_prefix("/omni/v1/default/instances/")
+        assert len(kept.kvs) == 24
+        assert set(await clients[0].replicas()) == set(range(24))
+        # Nothing lands later.
+        for worker in workers[::6]:
+            claim = worker.claim
+            assert (await worker.register(clients[1])).replica == claim.replica
