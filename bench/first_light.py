@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -169,10 +168,9 @@ async def measure_hops(cluster: Cluster, worker: str, repeats: int) -> dict[str,
 
 
 async def _load(address: str, streams: int, core: int) -> dict[str, Any]:
+    arguments = (address, "burst", CONCURRENCY, streams, TOKENS, core)
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "bench.sse_load", address, "burst", str(CONCURRENCY), str(streams), str(TOKENS)),
-        stdout=asyncio.subprocess.PIPE,
-        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+        *(sys.executable, "-m", "bench.sse_load", *map(str, arguments)), stdout=asyncio.subprocess.PIPE
     )
     out, _ = await child.communicate()
     if child.returncode != 0:

@@ -1,15 +1,16 @@
 """A closed-loop load generator for streamed chat completions: as little work a token as Python allows.
 
-python -m bench.sse_load HOST:PORT MODEL CONCURRENCY STREAMS TOKENS   → one JSON line
+python -m bench.sse_load HOST:PORT MODEL CONCURRENCY STREAMS TOKENS CORE   → one JSON line
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
-from typing import Any
+from typing import Any, cast
 
 import orjson
 import uvloop
@@ -27,10 +28,10 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._started = self._first = 0.0
         self._events = 0
+        self._answered = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is one in all but name
         self._next()
 
     def _next(self) -> None:
@@ -39,13 +40,15 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
             return
         self._load.left -= 1
-        self._started, self._first, self._events = time.perf_counter(), 0.0, 0
+        self._started, self._first, self._events, self._answered = time.perf_counter(), 0.0, 0, False
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        if not self._first:
-            if b"HTTP/1.1 200" not in data[:20]:
+        if not self._answered:
+            self._answered = True
+            if not data.startswith(b"HTTP/1.1 200"):
                 self._load.fail(data[:500])
+        if not self._first:
             if b"data: " not in data:
                 return
             self._first = time.perf_counter()
@@ -118,4 +121,6 @@ async def run(address: str, model: str, concurrency: int, streams: int, tokens: 
 
 if __name__ == "__main__":
     address, model, *numbers = sys.argv[1:]
-    print(json.dumps(uvloop.run(run(address, model, *(int(n) for n in numbers)))))
+    concurrency, streams, tokens, core = map(int, numbers)
+    os.sched_setaffinity(0, {core})
+    print(json.dumps(uvloop.run(run(address, model, concurrency, streams, tokens))))
