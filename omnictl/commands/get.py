@@ -185,6 +185,8 @@ class _ChangePrinter:
 
     _QUIET = frozenset({"AGE", "LOAD", "KV"})
     """Columns whose change alone is not worth a row."""
+    _ROOM = {"STATE": len("READY,CORDONED")}
+    """Columns that are wider than the first rows need, since later ones will."""
 
     def __init__(self, form: str, *, no_headers: bool) -> None:
         self._form = form
@@ -244,7 +246,8 @@ class _ChangePrinter:
             return
         if not self._widths:
             everything = [self._texts(view, record) for record in view.records]
-            self._widths = [max(map(output.width, column)) for column in zip(heads, texts, *everything, strict=True)]
+            columns = zip(heads, texts, *everything, strict=True)
+            self._widths = [max(self._ROOM.get(column[0], 0), *map(output.width, column)) for column in columns]
         if self._headers_due:
             self._headers_due = False
             print(output.line(heads, self._widths))

@@ -117,20 +117,21 @@ async def run(args: argparse.Namespace) -> int:
         view.phase(False)  # gives the terminal its cursor back
         supervisor.kill_all()
 
-    stop = StopSignals(stop_at_once)
     code = InternalError.row.exit_code
-    try:
-        with stop:
+    with StopSignals(stop_at_once) as stop:
+        try:
             code = await _run_until_stopped(plan, cluster, view, stop)
-            await _stop(plan, cluster, view)
-    except OmniError as error:
-        view.phase(False)
-        _report(error)
-        code = error.row.exit_code
-    finally:
-        view.phase(False)
-        await cluster.stop()
-        _clean_up(plan, code, view)
+            if cluster.serving:
+                view.say("stopping: requests may finish; Ctrl-C again stops at once")
+                view.phase(True)
+        except OmniError as error:
+            view.phase(False)
+            _report(error)
+            code = error.row.exit_code
+        finally:
+            await cluster.stop()
+            view.phase(False)
+            _clean_up(plan, code, view)
     return code
 
 
@@ -142,7 +143,7 @@ async def _run_until_stopped(plan: _Plan, cluster: LocalCluster, view: View, sto
         if work.done():
             return work.result()
         # Told to stop: fine while it served, an interruption while it started or answered.
-        return 0 if cluster.serving and plan.question is None else 128 + stopped.result()
+        return 0 if cluster.serving else 128 + stopped.result()
     finally:
         for task in (work, stopped):
             task.cancel()
@@ -216,13 +217,6 @@ async def _ask_when_servable(plan: _Plan, cluster: LocalCluster, question: ask.Q
     if answer.first_audio_s is not None:
         since_start.append(f"first audio after {asked_s + answer.first_audio_s:.1f} s")
     view.say(f"since start: {', '.join(since_start)}")
-
-
-async def _stop(plan: _Plan, cluster: LocalCluster, view: View) -> None:
-    if plan.question is None and cluster.serving:
-        view.say("stopping: requests may finish; Ctrl-C again stops at once")
-        view.phase(True)
-    await cluster.stop()
 
 
 def _prepare(args: argparse.Namespace) -> _Plan:

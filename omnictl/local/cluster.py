@@ -27,6 +27,8 @@ ETCD, CONTROL_PLANE, GATEWAY = "etcd", "control-plane", "gateway"
 _SERVICE_READY_S = 60.0
 _CALL_TIMEOUT_S = 15.0
 _POLL_S = 0.1
+# After its requests, a worker still closes its engine and connectors and leaves the registry.
+_AFTER_DRAIN_S = 10.0
 # A gateway learns of a replica within 100 ms of its registration; this is for a busy machine.
 _SERVABLE_S = 30.0
 
@@ -232,10 +234,11 @@ def _worker(config: ClusterConfig, addresses: Addresses, worker: WorkerPlan) -> 
             *("--stage-id", str(worker.stage_id)),
             *("--control-plane", addresses.control_plane),
             *("--listen", "127.0.0.1:0"),
+            *("--drain-timeout-s", f"{config.drain_timeout_s:g}"),
             *devices,
         ),
         ready_timeout_s=config.worker_ready_timeout_s,
-        stop_grace_s=config.drain_timeout_s,
+        stop_grace_s=config.drain_timeout_s + _AFTER_DRAIN_S,
         describe=lambda ready: f"{worker.pipeline}/{worker.stage_id}/{ready['replica_id']} at {ready['address']}",
         may_leave=True,
     )

@@ -41,13 +41,13 @@ def test_ctrl_c_drains_and_leaves_nothing(cli: Cli, one_stage: str) -> None:
     with cli.spawn("up", one_stage, *ANY_PORT, "--ready-file", str(ready)) as up:
         up.wait_out("one is ready after", START_S)
         assert "etcd             ready" in up.err
-        assert "only/0           ready" in up.err
+        assert "only-0           ready" in up.err
         addresses = json.loads(ready.read_bytes())
         assert addresses["pipeline"] == "one"
         assert json.loads(cli.context.read_text())["server"] == addresses["control_plane"]
         assert up.end(signal.SIGINT) == 0
         order = [line.split()[0] for line in up.err.splitlines() if " stopped " in line]
-        assert order == ["only/0", "gateway", "control-plane", "etcd"]
+        assert order == ["only-0", "gateway", "control-plane", "etcd"]
         _nothing_left(cli, up)
     assert not cli.context.exists()
     assert list((cli.directory / "tmp").iterdir()) == []
@@ -68,7 +68,7 @@ def test_a_killed_up_leaves_no_process_behind(cli: Cli, one_stage: str) -> None:
 def test_whatever_dies_is_restarted_where_the_others_find_it(cli: Cli, one_stage: str) -> None:
     with cli.spawn("up", one_stage, *ANY_PORT) as up:
         up.wait_out("one is ready after", START_S)
-        for service, name in (("stage-worker", "only/0"), ("control-plane", "control-plane"), ("gateway", "gateway")):
+        for service, name in (("stage-worker", "only-0"), ("control-plane", "control-plane"), ("gateway", "gateway")):
             os.kill(_pid_of(cli, service), signal.SIGKILL)
             up.wait_err(f"{name} was killed by SIGKILL; its last lines:")
             up.wait_err(f"{name} is ready again", 40)
@@ -104,7 +104,7 @@ def test_a_worker_that_cannot_start_ends_it_with_the_reason(cli: Cli, one_stage:
     cli.environ["OMNI_STAGE_WORKER_LOG_LEVEL"] = "loud"
     done = cli.run("up", one_stage, *ANY_PORT, timeout_s=START_S)
     assert done.code == 1
-    assert "error: only/0 exited with code 2" in done.err
+    assert "error: only-0 exited with code 2" in done.err
     assert any(line.startswith("  | ") and "OMNI_STAGE_WORKER_LOG_LEVEL" in line for line in done.err.splitlines())
     logs = cli.directory / "tmp"
     kept = [line for line in done.err.splitlines() if line.startswith("logs are kept in ")]
@@ -149,7 +149,7 @@ def test_ctrl_c_while_starting_is_130_and_leaves_nothing(cli: Cli) -> None:
         "pipeline: slow\nstages:\n  - {stage_id: 0, engine: sim, final_output_type: text, sim: {start_ms: 60000}}\n"
     )
     with cli.spawn("up", str(file), *ANY_PORT) as up:
-        up.wait_err("stage-0/0        loading", START_S)
+        up.wait_err("stage-0-0        loading", START_S)
         assert up.end(signal.SIGINT) == 130
         _nothing_left(cli, up)
 

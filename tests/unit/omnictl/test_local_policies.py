@@ -67,10 +67,10 @@ def test_an_uneven_split_names_the_stage() -> None:
 
 def test_workers_are_named_after_their_stage() -> None:
     assert [worker.name for worker in plan_workers(speech_pipeline())] == [
-        "thinker/0",
-        "talker/0",
-        "talker/1",
-        "code2wav/0",
+        "thinker-0",
+        "talker-0",
+        "talker-1",
+        "code2wav-0",
     ]
 
 
@@ -83,4 +83,4 @@ def test_stages_of_one_name_are_told_apart_and_names_become_safe() -> None:
             pipeline_pb2.Stage(stage_id=2, name="../b c", num_replicas=1),
         ],
     )
-    assert [worker.name for worker in plan_workers(plan)] == ["stage-0/0", "stage-1/0", ".._b_c/0"]
+    assert [worker.name for worker in plan_workers(plan)] == ["stage-0-0", "stage-1-0", ".._b_c-0"]
