@@ -1,0 +1,169 @@
+"""Clients as users have them: the official OpenAI library, curl, Node's gRPC, the examples we ship."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import sys
+import wave
+from pathlib import Path
+
+import pytest
+from openai import OpenAI
+
+from tests.support.system import ROOT, System
+
+CLIENTS = ROOT / "examples" / "clients"
+
+
+def require(command: str) -> str:
+    path = shutil.which(command)
+    if path is None:
+        if os.environ.get("OMNIPLANE_REQUIRE_E2E"):
+            pytest.fail(f"{command} is not installed")
+        pytest.skip(f"{command} is not installed")
+    return path
+
+
+def wav_seconds(path: Path) -> float:
+    with wave.open(str(path)) as wav:
+        assert (wav.getsampwidth(), wav.getnchannels()) == (2, 1)
+        data = wav.readframes(wav.getnframes())
+        assert any(data), "silence"
+        return float(wav.getnframes()) / float(wav.getframerate())
+
+
+def client_of(system: System) -> OpenAI:
+    return OpenAI(base_url=f"{system.http}/v1", api_key="unused", max_retries=0)
+
+
+def test_openai_client_streams_chat(system: System) -> None:
+    with client_of(system) as client:
+        stream = client.chat.completions.create(
+            model="speech",
+            messages=[{"role": "user", "content": "What is the capital of France?"}],
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    reasons = [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason]
+    assert len(text) > 20
+    assert reasons == ["stop"]
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert usage.completion_tokens > 0
+    assert {c.id for c in chunks} == {chunks[0].id}
+    assert chunks[0].id.startswith("chatcmpl-")
+
+
+def test_openai_client_gets_audio_with_its_transcript(system: System, tmp_path: Path) -> None:
+    with client_of(system) as client:
+        completion = client.chat.completions.create(
+            model="speech",
+            messages=[{"role": "user", "content": "Say something."}],
+            modalities=["text", "audio"],
+            audio={"voice": "default", "format": "wav"},
+        )
+    audio = completion.choices[0].message.audio
+    assert audio is not None
+    assert len(audio.transcript) > 20
+    path = tmp_path / "answer.wav"
+    path.write_bytes(base64.b64decode(audio.data))
+    assert wav_seconds(path) > 1
+
+
+def test_openai_client_speaks(system: System, tmp_path: Path) -> None:
+    path = tmp_path / "speech.wav"
+    with (
+        client_of(system) as client,
+        client.audio.speech.with_streaming_response.create(
+            model="speech", voice="default", input="Hello. This is a test.", response_format="wav"
+        ) as response,
+    ):
+        response.stream_to_file(path)
+    assert wav_seconds(path) > 0.2
+
+
+def test_openai_client_lists_models(system: System) -> None:
+    with client_of(system) as client:
+        assert [model.id for model in client.models.list()] == ["speech"]
+
+
+def test_openai_example(system: System, tmp_path: Path) -> None:
+    path = tmp_path / "answer.wav"
+    done = subprocess.run(
+        [sys.executable, CLIENTS / "openai_chat.py", system.http, "speech", "Hello?", path],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert wav_seconds(path) > 1
+
+
+def test_python_grpc_example(system: System) -> None:
+    done = subprocess.run(
+        [sys.executable, CLIENTS / "grpc_chat.py", system.grpc, "speech", "Hello?"],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "tokens]" in done.stdout
+
+
+def test_curl_example(system: System, tmp_path: Path) -> None:
+    require("curl")
+    done = subprocess.run(
+        [CLIENTS / "curl.sh", system.http, "speech"],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    events = [line for line in done.stdout.splitlines() if line.startswith("data: ")]
+    assert events[-1] == "data: [DONE]"
+    finished = [json.loads(e[6:])["choices"][0]["finish_reason"] for e in events[:-1]]
+    assert [reason for reason in finished if reason] == ["stop"]
+    assert wav_seconds(tmp_path / "speech.wav") > 0.2
+
+
+@pytest.mark.timeout(180)
+def test_node_grpc_example(system: System, tmp_path: Path) -> None:
+    require("node")
+    npm = require("npm")
+    folder = tmp_path / "node"
+    shutil.copytree(CLIENTS / "node", folder, ignore=shutil.ignore_patterns("node_modules"))
+    subprocess.run([npm, "ci", "--no-audit", "--no-fund"], cwd=folder, check=True, timeout=150, capture_output=True)
+    path = tmp_path / "answer.wav"
+    done = subprocess.run(
+        ["node", "chat.js", system.grpc, "speech", "Hello?", path],
+        cwd=folder,
+        env={**os.environ, "OMNI_PROTOS": str(ROOT / "protos")},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "tokens]" in done.stdout
+    assert wav_seconds(path) > 1
+    unknown = subprocess.run(
+        ["node", "chat.js", system.grpc, "nope", "Hello?"],
+        cwd=folder,
+        env={**os.environ, "OMNI_PROTOS": str(ROOT / "protos")},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert unknown.returncode == 1
+    assert "NOT_FOUND" in unknown.stderr

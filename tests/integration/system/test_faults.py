@@ -1,0 +1,145 @@
+"""What an operator sees in etcd, and what a killed replica costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.system import System, eventually, running_system
+
+SLOW = """
+pipeline: slow
+async_chunk: true
+entrypoints: {chat: 0}
+stages:
+  - stage_id: 0
+    engine: sim
+    sim: {output: text, tokens: 60, tpot_ms: 50}
+    final_output: true
+    final_output_type: text
+  - stage_id: 1
+    engine: sim
+    num_replicas: 2
+    sim: {output: tensor}
+  - stage_id: 2
+    engine: sim
+    sim: {output: audio, seconds_per_chunk: 0.2}
+    final_output: true
+    final_output_type: audio
+edges:
+  - {from: 0, to: 1, chunk_by: sentence, window_size: 4}
+  - {from: 1, to: 2, window_size: 4}
+"""
+
+
+@pytest.fixture
+def slow_system(tmp_path: Path) -> Iterator[System]:
+    file = tmp_path / "slow.yaml"
+    file.write_text(SLOW)
+    with running_system(tmp_path, file) as running:
+        yield running
+
+
+def chat(system: System, model: str, modalities: list[str]) -> tuple[str, int, str]:
+    """Stream one answer: its text, bytes of audio (base64), and how it ended."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": "Go on."}],
+        "modalities": modalities,
+        "stream": True,
+    }
+    if "audio" in modalities:
+        body["audio"] = {"voice": "default", "format": "pcm16"}
+    request = urllib.request.Request(
+        f"{system.http}/v1/chat/completions",
+        data=json.dumps(body).encode(),
+        headers={"content-type": "application/json"},
+    )
+    text, audio, end, done = "", 0, "", False
+    with urllib.request.urlopen(request, timeout=40) as response:
+        for raw in response:
+            line = raw.decode().strip()
+            if not line.startswith("data: "):
+                continue
+            assert not done, "something after [DONE]"
+            if line == "data: [DONE]":
+                done = True
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                end = f"error: {event['error']['message']}"
+                continue
+            for choice in event["choices"]:
+                text += choice["delta"].get("content") or ""
+                audio += len((choice["delta"].get("audio") or {}).get("data") or "")
+                end = choice["finish_reason"] or end
+    assert done, "the stream has no [DONE]"
+    return text, audio, end
+
+
+def test_etcdctl_reads_like_documentation(system: System) -> None:
+    keys = system.etcdctl("get", "--prefix", "/omni/v1/", "--keys-only").split()
+    assert "/omni/v1/default/pipelines/speech" in keys
+    replicas = [key for key in keys if "/replicas/" in key]
+    assert sorted(replicas) == [f"/omni/v1/default/replicas/speech/{at}" for at in ("0/0", "1/0", "1/1", "2/0")]
+    for key in keys:
+        value = system.etcdctl("get", key, "--print-value-only")
+        json.loads(value)
+        assert "\n" in value.strip(), f"{key}: one long line is not readable"
+    record = json.loads(system.etcdctl("get", replicas[0], "--print-value-only"))
+    assert record["state"] == "REPLICA_STATE_READY"
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", record["endpoint"])
+
+
+@pytest.mark.timeout(120)
+def test_killed_talker_leaves_the_pipeline_serving(slow_system: System) -> None:
+    system = slow_system
+    talkers: dict[str, dict[str, Any]] = {
+        replica["instance_uuid"]: replica for replica in system.replicas() if replica["ref"]["stage"]["stage_id"] == 1
+    }
+    assert len(talkers) == 2
+    results: list[tuple[str, int, str]] = []
+    requests = [
+        threading.Thread(target=lambda: results.append(chat(system, "slow", ["text", "audio"]))) for _ in range(4)
+    ]
+    for request in requests:
+        request.start()
+
+    def busy() -> list[str]:
+        return [
+            replica["instance_uuid"]
+            for replica in system.replicas()
+            if replica["instance_uuid"] in talkers and replica.get("load", {}).get("queue_length", 0) > 0
+        ]
+
+    eventually(lambda: len(busy()) > 0, 10, "a talker at work")
+    victim = talkers[busy()[0]]
+    os.kill(victim["placement"]["pid"], signal.SIGKILL)
+    for request in requests:
+        request.join(50)
+    # Every stream ended properly: complete, or with an error that names what was lost.
+    assert len(results) == 4
+    for text, _, end in results:
+        assert end == "stop" or (end.startswith("error: ") and "stage 1" in end), (text, end)
+
+    # The other one serves at once, whatever comes.
+    for _ in range(3):
+        text, audio, end = chat(system, "slow", ["text", "audio"])
+        assert end == "stop"
+        assert len(text) > 20
+        assert audio > 1000
+    prefix = "/omni/v1/default/replicas/slow/1/"
+
+    def gone() -> bool:
+        return victim["instance_uuid"] not in system.etcdctl("get", "--prefix", prefix)
+
+    eventually(gone, 15, "the key of the killed replica gone after its TTL")
