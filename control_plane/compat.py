@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import urllib.parse
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from control_plane.keys import StageKey
@@ -68,19 +68,36 @@ def check_fingerprint(
         theirs, ours = getattr(offered, field), getattr(plan, field)
         if theirs != ours:
             differing.append((field, theirs, ours))
+    differing += _other_layouts(offered, peers)
+    if differing:
+        raise _mismatch(stage, differing)
+
+
+def check_kv_layout(offered: types_pb2.StageFingerprint, stage: StageKey, peers: Iterable[types_pb2.Replica]) -> None:
+    """The part of ``check_fingerprint`` for an instance that learns its KV layout only when its engine has started."""
+    if differing := _other_layouts(offered, peers):
+        raise _mismatch(stage, differing)
+
+
+def _other_layouts(
+    offered: types_pb2.StageFingerprint, peers: Iterable[types_pb2.Replica]
+) -> list[tuple[str, object, object]]:
     for peer in peers:
-        same_config = peer.fingerprint.config_sha256 == offered.config_sha256
-        if same_config and peer.fingerprint.kv_layout != offered.kv_layout:
-            differing.append(("kv_layout", offered.kv_layout, peer.fingerprint.kv_layout))
-            break
-    if not differing:
-        return
+        theirs = peer.fingerprint.kv_layout
+        # Empty: no KV cache, or not known before the engine runs.
+        both_known = bool(theirs and offered.kv_layout)
+        if both_known and theirs != offered.kv_layout and peer.fingerprint.config_sha256 == offered.config_sha256:
+            return [("kv_layout", offered.kv_layout, theirs)]
+    return []
+
+
+def _mismatch(stage: StageKey, differing: Sequence[tuple[str, object, object]]) -> FailedPreconditionError:
     pairs = [(field, shorten(str(theirs)), shorten(str(ours))) for field, theirs, ours in differing]
     text = "; ".join(f"{field} is {theirs!r}, the stage has {ours!r}" for field, theirs, ours in pairs)
     metadata: dict[str, object] = {"stage": stage}
     for field, theirs, ours in pairs:
         metadata |= {f"{field}.offered": theirs, f"{field}.expected": ours}
-    raise FailedPreconditionError(
+    return FailedPreconditionError(
         f"the instance does not fit stage {stage}: {text}", reason="FINGERPRINT_MISMATCH", metadata=metadata
     )
 

@@ -160,6 +160,8 @@ class Membership:
             )
             return None
         _check_same(request, key, record)
+        peers = (row.replica for row in self._table.stage_rows(key.stage) if row.key != key)
+        compat.check_kv_layout(request.fingerprint, key.stage, peers)
         try:
             ttl_s = await self._client.refresh_lease(kv.lease_id)
             written = await self._records.update(key, kv.create_revision, lambda new: _renew(new, request))
@@ -268,11 +270,15 @@ class Membership:
 
 
 def _check_same(request: pb.RegisterRequest, key: ReplicaKey, record: types_pb2.Replica) -> None:
-    """An instance may repeat its registration, not change it."""
+    """An instance may repeat its registration, not change it; but add its KV layout, which its engine tells it."""
+    expected = types_pb2.StageFingerprint()
+    expected.CopyFrom(record.fingerprint)
+    if not record.fingerprint.kv_layout or not request.fingerprint.kv_layout:
+        expected.kv_layout = request.fingerprint.kv_layout
     pairs = (
         ("stage", str(validate.stage_key(request.stage)), str(key.stage)),
         ("endpoint", request.endpoint, record.endpoint),
-        ("fingerprint", _one_line(request.fingerprint), _one_line(record.fingerprint)),
+        ("fingerprint", _one_line(request.fingerprint), _one_line(expected)),
     )
     for field, offered, registered in pairs:
         if offered != registered:
@@ -315,6 +321,8 @@ def _renew(record: types_pb2.Replica, request: pb.RegisterRequest) -> None:
     """What a repeated Register may bring news of."""
     if states.may_become(record.state, request.state):
         record.state = request.state
+    if request.fingerprint.kv_layout:
+        record.fingerprint.kv_layout = request.fingerprint.kv_layout
     if list(record.connectors) != list(request.connectors):
         del record.connectors[:]
         record.connectors.extend(request.connectors)
