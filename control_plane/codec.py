@@ -2,7 +2,7 @@
 
 Why so: ``etcdctl get --prefix /omni/v1/`` is documentation (one field a line, in the words of the protos and of deploy
 files), any protobuf JSON parser in any language reads it back, and a person can repair a record with an editor.
-Unset fields are left out. 64-bit numbers are strings, as protobuf JSON wants them.
+Unset fields are left out, but for ids of 0. 64-bit numbers are strings, as protobuf JSON wants them.
 
 Fields that this version does not know are ignored when read, so control planes of two versions share a cluster during
 a rolling upgrade. They are not preserved: an older control plane that rewrites a record drops them.
@@ -97,7 +97,24 @@ def decode_note(value: bytes) -> dict[str, Any]:
 
 def _encode(message: Message) -> bytes:
     fields = json_format.MessageToDict(message, preserving_proto_field_name=True)
-    return orjson.dumps(fields, option=orjson.OPT_INDENT_2)
+    for ref in (fields, fields.get("ref", {})):
+        # Stage 0 and replica 0 are names, not defaults: a reader must see them.
+        if "stage" in ref:
+            ref["stage"].setdefault("stage_id", 0)
+            ref.setdefault("replica_id", 0)
+    return orjson.dumps(_whole(fields), option=orjson.OPT_INDENT_2)
+
+
+def _whole(value: Any) -> Any:
+    """Engine arguments went through ``google.protobuf.Struct``, where every number is a double: 2048 must not be read
+    as 2048.0."""
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    return value
 
 
 def _decode(value: bytes, kind: type[M]) -> M:

@@ -148,3 +148,18 @@ def test_plans_come_back_equal() -> None:
 def test_claims_come_back() -> None:
     key = ReplicaKey("p", 2, 3)
     assert codec.decode_claim(codec.encode_claim(key)) == key
+
+
+def test_records_show_ids_of_zero_and_whole_numbers() -> None:
+    replica = types_pb2.Replica(ref=codec.replica_ref(ReplicaKey("speech", 0, 0)))
+    text = codec.encode_replica(replica).decode()
+    assert '"stage_id": 0' in text
+    assert '"replica_id": 0' in text
+    assert "epoch" not in text
+    pipeline = pipeline_pb2.Pipeline(name="speech", stages=[pipeline_pb2.Stage()])
+    pipeline.stages[0].engine_args.update({"max_model_len": 2048, "ratio": 0.5, "nested": [{"n": 3}]})
+    text = codec.encode_pipeline(pipeline).decode()
+    assert '"max_model_len": 2048,' in text
+    assert '"ratio": 0.5' in text
+    assert '"n": 3' in text
+    assert codec.decode_pipeline(codec.encode_pipeline(pipeline)) == pipeline
