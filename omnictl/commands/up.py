@@ -240,7 +240,7 @@ def _prepare(args: argparse.Namespace) -> _Plan:
     )
     request = request_of(args, args.file)
     question = question_of(args, "", args.ask) if args.ask is not None else None
-    config.check_ports()
+    config.check()
     return _Plan(
         config=config,
         request=request,

@@ -17,7 +17,7 @@ from omnicore.config import split_host_port
 from omnicore.errors import FailedPreconditionError, OmniError, UnavailableError
 from omnictl import connect
 from omnictl.local.plan import WorkerPlan, plan_workers
-from omnictl.local.ports import check_free
+from omnictl.local.ports import check_free, check_reachable
 from omnictl.local.supervisor import Spec, Supervisor
 from omnictl.tasks import together
 
@@ -50,11 +50,12 @@ class ClusterConfig:
     drain_timeout_s: float = 30.0
     """Requests may take this long after a stop was asked for."""
 
-    def check_ports(self) -> None:
-        """Raise, naming flag and port, if an address is taken."""
+    def check(self) -> None:
+        """Raise, naming flag and address, if an address is taken or a given etcd is not there."""
         check_free("--http", self.http)
         check_free("--grpc", self.grpc)
         check_free("--control-plane-listen", self.control_plane_listen)
+        check_reachable("--etcd", self.etcd)
 
 
 @dataclasses.dataclass(slots=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from omnicore.config import split_host_port
 from omnicore.errors import InvalidRequestError, UnavailableError
 
+_CONNECT_TIMEOUT_S = 3.0
 _LISTEN = "0A"  # TCP_LISTEN in /proc/net/tcp
 
 
@@ -39,6 +41,31 @@ def check_free(flag: str, address: str) -> None:
             raise InvalidRequestError(
                 f"{flag}: cannot listen on {address}: {error.strerror}", reason="USAGE"
             ) from error
+
+
+def check_reachable(flag: str, endpoints: Sequence[str]) -> None:
+    """Raise unless something listens at one of ``endpoints`` ("host:port" or "unix:PATH"). Endpoints in a form that
+    only services understand are left to them."""
+    failures = []
+    for endpoint in endpoints:
+        plain = endpoint.removeprefix("https://").removeprefix("http://")
+        try:
+            if plain.startswith("unix:"):
+                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                    probe.connect(plain.removeprefix("unix:").removeprefix("//"))
+            else:
+                socket.create_connection(split_host_port(plain), timeout=_CONNECT_TIMEOUT_S).close()
+            return
+        except ValueError:
+            return
+        except OSError as error:
+            failures.append(f"{endpoint} ({(error.strerror or str(error)).lower()})")
+    if failures:
+        raise UnavailableError(
+            f"{flag}: nothing listens at {', '.join(failures)}",
+            reason="CANNOT_CONNECT",
+            metadata={"hint": f"start etcd first, or leave {flag} out: a private one is then started"},
+        )
 
 
 def _user(port: int) -> str:

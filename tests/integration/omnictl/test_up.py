@@ -126,6 +126,12 @@ def test_a_port_in_use_is_named_before_anything_starts(cli: Cli, one_stage: str,
     assert list((cli.directory / "tmp").iterdir()) == []
 
 
+def test_an_etcd_that_is_not_there_is_named_before_anything_starts(cli: Cli, one_stage: str) -> None:
+    done = cli.run("up", one_stage, *ANY_PORT, "--etcd", "127.0.0.1:1,unix:/nonexistent")
+    assert done.code == 6
+    assert "--etcd: nothing listens at 127.0.0.1:1 (connection refused), unix:/nonexistent (no such file" in done.err
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
