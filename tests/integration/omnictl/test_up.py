@@ -160,6 +160,25 @@ def test_ctrl_c_while_starting_is_130_and_leaves_nothing(cli: Cli) -> None:
         _nothing_left(cli, up)
 
 
+def test_a_second_ctrl_c_stops_at_once(cli: Cli) -> None:
+    file = cli.directory / "endless.yaml"
+    file.write_text(
+        "pipeline: endless\nstages:\n  - stage_id: 0\n    engine: sim\n    final_output_type: text\n"
+        "    sim: {tpot_ms: 50, tokens: 1200}\n"
+    )
+    with cli.spawn("up", str(file), *ANY_PORT) as up:
+        up.wait_out("endless is ready after", START_S)
+        with cli.spawn("chat", "endless", "Tell me everything.") as chat:
+            chat.wait_out("Answer")
+            up.process.send_signal(signal.SIGINT)
+            up.wait_err("stopping: requests may finish")
+            assert "Answer" in chat.out
+            assert chat.process.poll() is None  # it goes on while the worker drains
+            assert up.end(signal.SIGINT, 10) == 130
+            assert chat.process.wait(20) == 6
+        _nothing_left(cli, up)
+
+
 def test_detached_until_down(cli: Cli, one_stage: str) -> None:
     done = cli.run("up", one_stage, *ANY_PORT, "--detach", timeout_s=START_S)
     assert done.code == 0, done.err
