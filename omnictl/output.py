@@ -28,9 +28,11 @@ class Column(Generic[T]):
 
 
 def to_dict(message: Message) -> dict[str, Any]:
-    """Protobuf JSON: lowerCamelCase keys in the order of the proto, 64-bit numbers as text, no field left out but unset
-    messages."""
-    value: dict[str, Any] = json_format.MessageToDict(message, always_print_fields_with_no_presence=True)
+    """Protobuf JSON under the names of the proto (those of deploy files and of etcd) and in its order; 64-bit numbers as
+    text, no field left out but unset messages."""
+    value: dict[str, Any] = json_format.MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
     return _in_order(message.DESCRIPTOR, value)
 
 
@@ -39,9 +41,9 @@ def _in_order(descriptor: Any, value: dict[str, Any]) -> dict[str, Any]:
     depends on which fields are set."""
     ordered: dict[str, Any] = {}
     for field in descriptor.fields:
-        if field.json_name not in value:
+        if field.name not in value:
             continue
-        inner, kind = value[field.json_name], field.message_type
+        inner, kind = value[field.name], field.message_type
         if kind is not None and kind.full_name == "google.protobuf.Struct":
             inner = whole_numbers(inner)
         elif kind is not None and kind.GetOptions().map_entry:
@@ -51,7 +53,7 @@ def _in_order(descriptor: Any, value: dict[str, Any]) -> dict[str, Any]:
                 inner = _in_order(kind, inner)
             elif isinstance(inner, list):
                 inner = [_in_order(kind, item) if isinstance(item, dict) else item for item in inner]
-        ordered[field.json_name] = inner
+        ordered[field.name] = inner
     # Keys that are no fields: of messages with a JSON form of their own, such as google.rpc.Status details.
     return ordered | {key: inner for key, inner in value.items() if key not in ordered}
 

@@ -52,7 +52,7 @@ async def _run(args: argparse.Namespace) -> int:
     serves = cluster.store_healthy and gateway.ready and all(stage.routable > 0 for stage in cluster.stages)
     if args.output == "json":
         control_plane = {"address": address, **output.to_dict(cluster)}
-        output.print_json({"serving": serves, "controlPlane": control_plane, "gateway": gateway.to_json()})
+        output.print_json({"serving": serves, "control_plane": control_plane, "gateway": gateway.to_json()})
     else:
         print(_text(address, cluster, gateway))
     return 0 if serves else UnavailableError.row.exit_code

@@ -23,7 +23,7 @@ def test_status(cluster: Cli) -> None:
     assert "Gateway:        ready at 127.0.0.1:" in done.out
     value = cluster.run("status", "-o", "json").json
     assert value["serving"] is True
-    assert [(s["stage"]["stageId"], s["routable"]) for s in value["controlPlane"]["stages"]] == [(0, 1), (1, 2), (2, 1)]
+    assert [(s["stage"]["stage_id"], s["routable"]) for s in value["control_plane"]["stages"]] == [(0, 1), (1, 2), (2, 1)]
     assert value["gateway"]["models"][0]["modalities"] == ["text", "audio"]
 
 
@@ -54,11 +54,11 @@ def test_names_and_structures(cluster: Cli) -> None:
     assert cluster.ok("get", "rp", "-o", "name").split() == ["speech/0/0", "speech/1/0", "speech/1/1", "speech/2/0"]
     one = json.loads(cluster.ok("get", "replica", "speech/code2wav/0", "-o", "json"))
     assert one["state"] == "REPLICA_STATE_READY"
-    assert list(one["ref"]) == ["stage", "replicaId", "epoch"]
+    assert list(one["ref"]) == ["stage", "replica_id", "epoch"]
     many = json.loads(cluster.ok("get", "replicas", "-o", "json"))
     assert len(many["replicas"]) == 4
     assert int(many["revision"]) >= int(one["ref"]["epoch"])
-    assert cluster.ok("get", "pipeline", "speech", "-o", "yaml").startswith("name: speech\nstages:\n- stageId: 0\n")
+    assert cluster.ok("get", "pipeline", "speech", "-o", "yaml").startswith("name: speech\nstages:\n- stage_id: 0\n")
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_cordon_and_back_seen_by_a_watch(cluster: Cli) -> None:
     assert [line.split()[2] for line in table.out.splitlines()] == ["STATE", "READY", "READY,CORDONED", "READY"]
     changes = [json.loads(line) for line in objects.out.splitlines()]
     assert [change["type"] for change in changes[:2]] == ["ADDED", "ADDED"]
-    cordons = [c["replica"]["cordoned"] for c in changes if c["replica"]["ref"]["replicaId"] == 0]
+    cordons = [c["replica"]["cordoned"] for c in changes if c["replica"]["ref"]["replica_id"] == 0]
     assert [c for i, c in enumerate(cordons) if i == 0 or c != cordons[i - 1]] == [False, True, False]
 
 

@@ -39,8 +39,8 @@ def test_describe() -> None:
 def test_json_keeps_false_and_zero_fields_and_writes_64_bit_numbers_as_text() -> None:
     value = json.loads(json.dumps(output.to_dict(replica(0, 0, epoch=2**60))))
     assert value["ref"] == {
-        "stage": {"pipeline": "speech", "stageId": 0},
-        "replicaId": 0,
+        "stage": {"pipeline": "speech", "stage_id": 0},
+        "replica_id": 0,
         "epoch": str(2**60),
     }
     assert value["suspect"] is False
