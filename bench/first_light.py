@@ -8,9 +8,10 @@ in, routing, session, engine step, flow between workers, and out again.
 * **Hop**: one request at a time through pipelines of one, two and three stages. A hop is what each further stage adds:
   (three stages − one stage) / 2. Baseline of the same run: one unary gRPC round trip between two processes (a health
   check), which is the least that any process-to-process hop over gRPC costs.
-* **Gateway**: 64 connections, streams of 64 tokens as fast as they come. The gateway is pinned to one core; load and
-  worker share the other. Counted is the gateway's own CPU. Baseline of the same run: ``bench.relay_baseline``, the same
-  HTTP stack with one gRPC call per request, on the same core, before and after ours.
+* **Gateway**: 64 connections, streams of 64 tokens, as fast as they come (burst) and one every 10 ms (paced). The
+  gateway is pinned to one core; load and worker share the other. Counted is the gateway's own CPU. Baseline of the same
+  run: ``bench.relay_baseline``, the same HTTP stack with one gRPC call per request, on the same core, in turns with
+  ours.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ PIPELINES = {
         f"{_SIM}, output: audio, seconds_per_chunk: 0.01",
     ],
     "burst": [f"{_SIM}, output: text, tokens: {TOKENS}"],
+    "paced": [f"{{ttft_ms: 0, tpot_ms: 10, step_ms: 10, output: text, tokens: {TOKENS}"],
 }
+MODES = ("burst", "paced")
 
 
 class Cluster:
@@ -167,8 +170,8 @@ async def measure_hops(cluster: Cluster, worker: str, repeats: int) -> dict[str,
     return figures
 
 
-async def _load(address: str, streams: int, core: int) -> dict[str, Any]:
-    arguments = (address, "burst", CONCURRENCY, streams, TOKENS, core)
+async def _load(address: str, model: str, streams: int, core: int) -> dict[str, Any]:
+    arguments = (address, model, CONCURRENCY, streams, TOKENS, core)
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.sse_load", *map(str, arguments)), stdout=asyncio.subprocess.PIPE
     )
@@ -179,12 +182,12 @@ async def _load(address: str, streams: int, core: int) -> dict[str, Any]:
     return result
 
 
-async def measure_gateway(cluster: Cluster, run_dir: Path, streams: int, rounds: int) -> dict[str, float]:
+async def measure_gateway(cluster: Cluster, run_dir: Path, mode: str, streams: int, rounds: int) -> dict[str, float]:
     """CPU and rate of gateway and baseline on one core, in turns: A B A B …"""
-    ((worker_pid, worker),) = await cluster.add("burst")
+    ((worker_pid, worker),) = await cluster.add(mode)
     async with rpc.channel(cluster.grpc) as channel:
-        await _models_ready(inference_service_pb2_grpc.InferenceServiceStub(channel), {"burst"})
-    relay = Service("relay", [sys.executable, "-m", "bench.relay_baseline", worker], run_dir)
+        await _models_ready(inference_service_pb2_grpc.InferenceServiceStub(channel), {mode})
+    relay = Service(f"relay-{mode}", [sys.executable, "-m", "bench.relay_baseline", worker], run_dir)
     try:
         relay_http = str((await relay.ready())["http"])
         harness.pin(worker_pid, {1})
@@ -192,11 +195,11 @@ async def measure_gateway(cluster: Cluster, run_dir: Path, streams: int, rounds:
         kept: dict[str, list[dict[str, float]]] = {"gateway": [], "relay": []}
         for address, pid in targets.values():
             harness.pin(pid, {0})
-            await _load(address, CONCURRENCY, 1)
+            await _load(address, mode, CONCURRENCY, 1)
         for _ in range(rounds):
             for name, (address, pid) in targets.items():
                 before = harness.cpu_seconds(pid)
-                result = await _load(address, streams, 1)
+                result = await _load(address, mode, streams, 1)
                 cpu_s = harness.cpu_seconds(pid) - before
                 tokens = result["streams"] * TOKENS
                 kept[name].append(
@@ -211,9 +214,13 @@ async def measure_gateway(cluster: Cluster, run_dir: Path, streams: int, rounds:
     finally:
         relay.stop()
     figures = {
-        f"{name}_{key}": statistics.median(row[key] for row in rows) for name, rows in kept.items() for key in rows[0]
+        f"{mode}_{name}_{key}": statistics.median(row[key] for row in rows)
+        for name, rows in kept.items()
+        for key in rows[0]
     }
-    figures["gateway_over_relay_cpu_ratio"] = figures["gateway_cpu_ms_per_stream"] / figures["relay_cpu_ms_per_stream"]
+    figures[f"{mode}_gateway_over_relay_cpu_ratio"] = (
+        figures[f"{mode}_gateway_cpu_ms_per_stream"] / figures[f"{mode}_relay_cpu_ms_per_stream"]
+    )
     return figures
 
 
@@ -232,7 +239,9 @@ async def main(quick: bool) -> None:
         workers = [await cluster.add(name) for name in ("hop1", "hop2", "hop3")]
         hops = await measure_hops(cluster, workers[0][0][1], 50 if quick else 1000)
     async with _cluster() as (cluster, run_dir):
-        gateway = await measure_gateway(cluster, run_dir, 256 if quick else 2000, 1 if quick else 5)
+        gateway: dict[str, float] = {}
+        for mode in MODES:
+            gateway |= await measure_gateway(cluster, run_dir, mode, 256 if quick else 1024, 1 if quick else 5)
 
     print(harness.machine_line())
     harness.report(
@@ -245,20 +254,13 @@ async def main(quick: bool) -> None:
             ("… × unary gRPC", hops["added_per_hop_over_unary_grpc_ratio"], ""),
         ],
     )
-    harness.report(
-        "first_light",
-        f"SSE, {CONCURRENCY} connections, {TOKENS} tokens a stream as fast as they come, gateway on one core",
-        ["", "gateway", "relay (baseline)", "ratio"],
-        [
-            (
-                label,
-                gateway[f"gateway_{key}"],
-                gateway[f"relay_{key}"],
-                gateway[f"gateway_{key}"] / gateway[f"relay_{key}"],
-            )
-            for key, label in _GATEWAY_LABELS.items()
-        ],
-    )
+    for mode in MODES:
+        rows = []
+        for key, label in _GATEWAY_LABELS.items():
+            ours, theirs = gateway[f"{mode}_gateway_{key}"], gateway[f"{mode}_relay_{key}"]
+            rows.append((label, ours, theirs, ours / theirs))
+        title = f"{mode} SSE, {CONCURRENCY} connections, {TOKENS} tokens a stream, gateway on one core"
+        harness.report("first_light", title, ["", "gateway", "relay (baseline)", "ratio"], rows)
     path = harness.store("first_light", hops | gateway, quick)
     _plot(hops, gateway, path.with_suffix(".png"))
     print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path} and its plot")
@@ -270,6 +272,7 @@ _HOP_LABELS = {
     "hop2": "two stages",
     "hop3": "three stages",
 }
+_NAMES = ("gateway", "relay")
 _GATEWAY_LABELS = {
     "cpu_ms_per_stream": "CPU ms per stream",
     "tokens_per_cpu_second": "tokens per CPU second",
@@ -291,15 +294,11 @@ def _plot(hops: dict[str, float], gateway: dict[str, float], path: Path) -> None
     left.invert_yaxis()
     left.set_xlabel("ms, median")
     left.set_title("Latency, one request at a time")
-    names = ["gateway", "relay"]
-    right.barh(
-        ["gateway", "relay (baseline)"],
-        [gateway[f"{name}_tokens_per_cpu_second"] for name in names],
-        color=["#4472a8", "#b0b0b0"],
-    )
+    bars = {f"{name}, {mode}": gateway[f"{mode}_{name}_cpu_ms_per_stream"] for mode in MODES for name in _NAMES}
+    right.barh(list(bars), list(bars.values()), color=["#4472a8", "#b0b0b0"] * len(MODES))
     right.invert_yaxis()
-    right.set_xlabel("tokens per CPU second, one core")
-    right.set_title(f"SSE, {CONCURRENCY} × {TOKENS} tokens")
+    right.set_xlabel("CPU ms per stream")
+    right.set_title(f"SSE, {CONCURRENCY} × {TOKENS} tokens (relay: baseline)")
     figure.savefig(path, dpi=120)
 
 

@@ -85,15 +85,15 @@ class Answer:
     def to_json(self) -> dict[str, object]:
         """Stable JSON for programs; times in seconds, rounded to the millisecond."""
         return {
-            "requestId": self.request_id,
+            "request_id": self.request_id,
             "text": self.text,
-            "finishReason": self.finish.reason,
-            "promptTokens": self.finish.prompt_tokens,
-            "completionTokens": self.finish.completion_tokens,
-            "firstTextSeconds": None if self.first_text_s is None else round(self.first_text_s, 3),
-            "firstAudioSeconds": None if self.first_audio_s is None else round(self.first_audio_s, 3),
-            "totalSeconds": round(self.total_s, 3),
-            "audioSeconds": round(self.audio_s, 3),
+            "finish_reason": self.finish.reason,
+            "prompt_tokens": self.finish.prompt_tokens,
+            "completion_tokens": self.finish.completion_tokens,
+            "first_text_s": None if self.first_text_s is None else round(self.first_text_s, 3),
+            "first_audio_s": None if self.first_audio_s is None else round(self.first_audio_s, 3),
+            "total_s": round(self.total_s, 3),
+            "audio_s": round(self.audio_s, 3),
         }
 
 

@@ -28,8 +28,8 @@ class Column(Generic[T]):
 
 
 def to_dict(message: Message) -> dict[str, Any]:
-    """Protobuf JSON under the names of the proto (those of deploy files and of etcd) and in its order; 64-bit numbers as
-    text, no field left out but unset messages."""
+    """Protobuf JSON under the names of the proto (those of deploy files and of etcd) and in its order; 64-bit numbers
+    as text, no field left out but unset messages."""
     value: dict[str, Any] = json_format.MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

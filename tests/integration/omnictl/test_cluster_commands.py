@@ -23,7 +23,8 @@ def test_status(cluster: Cli) -> None:
     assert "Gateway:        ready at 127.0.0.1:" in done.out
     value = cluster.run("status", "-o", "json").json
     assert value["serving"] is True
-    assert [(s["stage"]["stage_id"], s["routable"]) for s in value["control_plane"]["stages"]] == [(0, 1), (1, 2), (2, 1)]
+    stages = value["control_plane"]["stages"]
+    assert [(s["stage"]["stage_id"], s["routable"]) for s in stages] == [(0, 1), (1, 2), (2, 1)]
     assert value["gateway"]["models"][0]["modalities"] == ["text", "audio"]
 
 
@@ -112,9 +113,9 @@ def test_chat_streams_text_and_writes_speech(cluster: Cli, tmp_path: Path) -> No
 
 def test_chat_as_json_from_standard_input(cluster: Cli) -> None:
     value = json.loads(cluster.ok("chat", "speech", "-", "--max-tokens", "5", "-o", "json", input="Hello?\n"))
-    assert value["completionTokens"] == 5
-    assert value["finishReason"] == "length"
-    assert value["firstTextSeconds"] <= value["totalSeconds"]
+    assert value["completion_tokens"] == 5
+    assert value["finish_reason"] == "length"
+    assert value["first_text_s"] <= value["total_s"]
 
 
 def test_speech_into_a_pipe(cluster: Cli) -> None:
