@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ _log = get_logger(__name__)
 
 # What a StageCall carries besides its prompt is far below this.
 _CALL_OVERHEAD_BYTES = 64 * 1024
+# A hundred times Python's own first threshold: a collection per some thousands of requests, a few ms each.
+_GC_THRESHOLDS = (70_000, 10, 10)
 
 
 class Gateway:
@@ -118,6 +121,11 @@ async def serve(config: GatewayConfig) -> int:
     gateway = Gateway(config)
     try:
         addresses = await gateway.start()
+        # What exists now lives as long as the process: no collection needs to look at it again, and requests make
+        # few cycles, so collections may be rare.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*_GC_THRESHOLDS)
         write_ready_file(config.ready_file, addresses)
         _log.info("gateway serving", **addresses, gateway_id=gateway.gateway_id)
         await shutdown.wait()

@@ -26,11 +26,19 @@ from omnicore import errors
 class StageRun:
     """One stage of an attempt, at its replica: a ``CallSink``."""
 
-    __slots__ = ("assignment", "attempt", "call_id", "ended", "finished", "outputs", "session", "step")
+    __slots__ = (
+        "assignment", "attempt", "call_id", "emits", "ended", "finished", "keeps_outputs", "outputs", "ref", "session",
+        "state", "step",
+    )  # fmt: skip
 
     def __init__(self, attempt: Attempt, step: StageStep, assignment: Assignment, session: ReplicaSession) -> None:
         self.attempt = attempt
+        self.state = attempt.state
         self.step = step
+        self.emits = step.emits
+        self.keeps_outputs = bool(step.outputs) and not attempt.state.plan.async_chunk
+        self.ref: types_pb2.ReplicaRef = session.record.ref
+        """The claim it runs at."""
         self.assignment = assignment
         self.session = session
         self.call_id = 0
@@ -40,23 +48,22 @@ class StageRun:
         self.outputs: dict[int, list[stage_service_pb2.StageOutput]] = {}
         """Consumer stage → what this stage published for it."""
 
-    @property
-    def ref(self) -> types_pb2.ReplicaRef:
-        """The claim it runs at."""
-        return self.session.record.ref
-
-    def on_event(self, event: stage_service_pb2.StageEvent) -> None:
+    def on_event(self, event: stage_service_pb2.StageEvent) -> bool:
         """Output goes to the request; the end goes to the attempt."""
-        if self.step.emits and (event.text or event.media or event.token_ids):
-            self.attempt.state.push(event, self.ref)
-        for output in event.outputs:
-            self.outputs.setdefault(output.to_stage, []).append(output)
+        if self.emits:
+            size_bytes = len(event.text) + len(event.media)
+            if size_bytes or event.token_ids:
+                self.state.push(event, size_bytes, self.ref)
+        if self.keeps_outputs:
+            for output in event.outputs:
+                self.outputs.setdefault(output.to_stage, []).append(output)
         if event.HasField("finish"):
             self.ended = self.finished = True
             self.assignment.release()
             self.attempt.stage_finished(self, event.finish)
         elif event.HasField("error"):
             self.on_error(errors.from_status(event.error))
+        return self.ended
 
     def on_error(self, error: errors.OmniError) -> None:
         """This stage failed, and with it the attempt."""

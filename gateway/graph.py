@@ -54,6 +54,7 @@ class PipelineGraph:
         self.stages: dict[int, pipeline_pb2.Stage] = {stage.stage_id: stage for stage in pipeline.stages}
         self.entrypoints: dict[str, int] = dict(pipeline.entrypoints)
         self._plans: dict[tuple[int, frozenset[str]], RoutePlan] = {}
+        self._modalities: dict[str | None, list[str]] = {}
 
     @property
     def tasks(self) -> list[str]:
@@ -62,6 +63,8 @@ class PipelineGraph:
 
     def modalities(self, task: str | None = None) -> list[str]:
         """Output modalities in order of their stages: those that ``task`` can reach, or all."""
+        if (known := self._modalities.get(task)) is not None:
+            return known
         reachable = set(self.stages)
         if task is not None:
             reachable = self._closure({self.entrypoints[task]}, forward=True)
@@ -70,7 +73,8 @@ class PipelineGraph:
             for stage_id, stage in sorted(self.stages.items())
             if stage.final_output and stage_id in reachable
         ]
-        return list(dict.fromkeys(found))
+        self._modalities[task] = list(dict.fromkeys(found))
+        return self._modalities[task]
 
     def plan(self, task: str, modalities: Iterable[str]) -> RoutePlan:
         """The stages that ``task`` needs for ``modalities``.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -17,12 +18,24 @@ from gateway.router import Router
 from omnicore import metrics
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Series:
+    """What one kind of request moves; looking labels up costs more than counting."""
+
+    outcomes: dict[str, Counter]
+    seconds: Histogram
+    first_output: Histogram
+    prompt_tokens: Counter
+    completion_tokens: Counter
+
+
 class GatewayMetrics:
     """Observes every request's end, and everything else at scrape time: nothing is paid per token."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._control_plane: ControlPlaneWatch | None = None
+        self._series: dict[tuple[str, str], _Series] = {}
         self._requests = metrics.GATEWAY_REQUESTS.counter(self.registry)
         self._seconds = metrics.GATEWAY_REQUEST_SECONDS.histogram(self.registry)
         self._first_output = metrics.GATEWAY_FIRST_OUTPUT_SECONDS.histogram(self.registry)
@@ -32,14 +45,25 @@ class GatewayMetrics:
     def request_ended(self, state: RequestState) -> None:
         """Count a request; call it once for each."""
         pipeline, task = state.spec.graph.name, state.spec.task
+        series = self._series.get((pipeline, task))
+        if series is None:
+            series = self._series[pipeline, task] = _Series(
+                {},
+                self._seconds.labels(pipeline, task),
+                self._first_output.labels(pipeline, task),
+                self._prompt_tokens.labels(pipeline),
+                self._completion_tokens.labels(pipeline),
+            )
         outcome = state.status if state.error is None else state.error.reason.lower()
-        self._requests.labels(pipeline, task, outcome).inc()
-        self._seconds.labels(pipeline, task).observe(time.monotonic() - state.started_s)
+        if (counter := series.outcomes.get(outcome)) is None:
+            counter = series.outcomes[outcome] = self._requests.labels(pipeline, task, outcome)
+        counter.inc()
+        series.seconds.observe(time.monotonic() - state.started_s)
         if state.first_output_s is not None:
-            self._first_output.labels(pipeline, task).observe(state.first_output_s - state.started_s)
+            series.first_output.observe(state.first_output_s - state.started_s)
         if state.status == "finished":
-            self._prompt_tokens.labels(pipeline).inc(state.usage.prompt_tokens)
-            self._completion_tokens.labels(pipeline).inc(state.usage.completion_tokens)
+            series.prompt_tokens.inc(state.usage.prompt_tokens)
+            series.completion_tokens.inc(state.usage.completion_tokens)
 
     @property
     def control_plane_connected(self) -> bool:

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 class CallSink(Protocol):
     """Where the events of one call go. Both methods must be quick and must not block."""
 
-    def on_event(self, event: stage_service_pb2.StageEvent) -> None:
-        """One event; the last one has ``finish`` or ``error``."""
+    def on_event(self, event: stage_service_pb2.StageEvent) -> bool:
+        """One event. True: it was the last one, with ``finish`` or ``error``."""
         ...
 
     def on_error(self, error: errors.OmniError) -> None:
@@ -259,10 +259,9 @@ class ReplicaSession:
             sink = sinks.get(call_id)
             if sink is None:
                 continue  # aborted; what was under way still arrives
-            if event.HasField("finish") or event.HasField("error"):
-                del sinks[call_id]
             try:
-                sink.on_event(event)
+                if sink.on_event(event):
+                    sinks.pop(call_id, None)
             except Exception as error:  # noqa: BLE001 -- one call's fault must not cost the others' session
                 _log.exception("event handling failed", call_id=call_id, **self._who())
                 if sinks.pop(call_id, None) is not None:
@@ -297,7 +296,8 @@ class ReplicaSession:
     def _lost(self, reason: str) -> errors.UnavailableError:
         ref = self.record.ref
         return errors.UnavailableError(
-            f"replica {ref.replica_id} of stage {ref.stage.stage_id} of {ref.stage.pipeline} was lost: {reason}",
+            f"replica {ref.stage.pipeline}/{ref.stage.stage_id}/{ref.replica_id}@{ref.epoch} at {self.record.endpoint} "
+            f"was lost: {reason}",
             reason="REPLICA_LOST",
             metadata=self._who(),
         )

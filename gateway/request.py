@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from gateway.graph import PipelineGraph, RoutePlan
 from omni.v1 import prompt_pb2, sampling_pb2, stage_service_pb2, types_pb2
@@ -19,9 +19,9 @@ from omnicore import errors
 _EVENT_OVERHEAD_BYTES = 256
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class RequestSpec:
-    """A valid request, whatever protocol it came by."""
+    """A valid request, whatever protocol it came by. Not to be changed; frozen dataclasses are slow to make."""
 
     request_id: str
     """As the client knows it; unique among the running requests of this gateway."""
@@ -50,8 +50,7 @@ class Usage:
     """Made by stages whose final output is text."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TimelineEntry:
+class TimelineEntry(NamedTuple):
     """One thing that happened."""
 
     time_s: float
@@ -61,8 +60,7 @@ class TimelineEntry:
     detail: str = ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RequestRecord:
+class RequestRecord(NamedTuple):
     """What is kept of a request after its end: small, without prompt and output."""
 
     request_id: str
@@ -100,6 +98,7 @@ class RequestState:
         self._buffer_limit_bytes = buffer_limit_bytes
         self._outputs: list[stage_service_pb2.StageEvent] = []
         self._buffered_bytes = 0
+        self._loop = asyncio.get_running_loop()
         self._wake: asyncio.Future[None] | None = None
         self._wake_on_output = False
 
@@ -123,15 +122,15 @@ class RequestState:
 
     # -- producers: session readers and the owner --
 
-    def push(self, event: stage_service_pb2.StageEvent, ref: types_pb2.ReplicaRef) -> None:
-        """Output for the client has come."""
+    def push(self, event: stage_service_pb2.StageEvent, size_bytes: int, ref: types_pb2.ReplicaRef) -> None:
+        """Output for the client has come; ``size_bytes`` of text and media."""
         if self.status != "running":
             return
         if self.first_output_s is None:
             self.first_output_s = time.monotonic()
             self.note("first_output", ref)
         self._outputs.append(event)
-        self._buffered_bytes += len(event.text) + len(event.media) + _EVENT_OVERHEAD_BYTES
+        self._buffered_bytes += size_bytes + _EVENT_OVERHEAD_BYTES
         if self._buffered_bytes > self._buffer_limit_bytes:
             self._outputs.clear()  # nobody will read it: free it now
             self.end(
@@ -177,7 +176,12 @@ class RequestState:
         after the output that came before it.
         """
         if not self._outputs and self.status == "running":
-            await self._wait(on_output=True)
+            self._wake = self._loop.create_future()
+            self._wake_on_output = True
+            try:
+                await self._wake
+            finally:
+                self._wake, self._wake_on_output = None, False
         if self._outputs:
             self.delivered = True
             outputs, self._outputs, self._buffered_bytes = self._outputs, [], 0
@@ -189,7 +193,11 @@ class RequestState:
     async def collect(self) -> list[stage_service_pb2.StageEvent]:
         """All output of the request, at its end. Raises the error of a request that failed."""
         while self.status == "running":
-            await self._wait(on_output=False)
+            self._wake = self._loop.create_future()
+            try:
+                await self._wake
+            finally:
+                self._wake = None
         if self.error is not None:
             raise self.error
         self.delivered = True
@@ -199,14 +207,6 @@ class RequestState:
     def nudge(self) -> None:
         """Let ``next`` return now, with nothing if there is nothing."""
         self._wake_consumer()
-
-    async def _wait(self, *, on_output: bool) -> None:
-        self._wake = asyncio.get_running_loop().create_future()
-        self._wake_on_output = on_output
-        try:
-            await self._wake
-        finally:
-            self._wake, self._wake_on_output = None, False
 
     def _wake_consumer(self) -> None:
         if self._wake is not None and not self._wake.done():

@@ -77,9 +77,13 @@ def check_modalities(
 
 def check_sampling(sampling: sampling_pb2.SamplingParams, prefix: str = "") -> None:
     """Every value is in its range (sampling.proto says which)."""
-    for name, (low, high, closed) in _RANGES.items():
-        if sampling.HasField(name):  # type: ignore[arg-type]
-            check_range(prefix + name, getattr(sampling, name), low, high, closed=closed)
+    given = sampling.ListFields()
+    if not given:
+        return
+    for descriptor, value in given:
+        if (accepted := _RANGES.get(descriptor.name)) is not None:
+            low, high, closed = accepted
+            check_range(prefix + descriptor.name, value, low, high, closed=closed)
     if sampling.HasField("top_k") and sampling.top_k != -1 and sampling.top_k < 1:
         raise errors.InvalidRequestError.field(prefix + "top_k", f"must be -1 or at least 1, got {sampling.top_k}")
     if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens:

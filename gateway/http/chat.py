@@ -10,7 +10,7 @@ import orjson
 
 from gateway.http import audio
 from gateway.http.chat_schema import ChatRequest, parse_chat
-from gateway.http.exchange import Exchange, new_id
+from gateway.http.exchange import Exchange
 from gateway.http.service import HttpService
 from gateway.http.sse import stream_events
 from gateway.request import RequestState, Usage
@@ -32,7 +32,7 @@ class ChatEndpoint:
         limits = self._service.limits
         body = await exchange.read_json(limits.max_body_bytes)
         chat = parse_chat(body, self._service.pipelines, limits.max_prompt_bytes)
-        request_id = new_id("chatcmpl-")
+        request_id = "chatcmpl-" + exchange.id
         created = int(time.time())
         state = await self._service.begin(
             exchange, request_id, chat.graph, "chat", chat.modalities, chat.prompt, chat.sampling, chat.speech,

@@ -35,21 +35,30 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "moderation": (),
 }
-_HARMLESS = (
+_HARMLESS = frozenset((
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "parallel_tool_calls",
-)  # fmt: skip
+))  # fmt: skip
 _NOT_OFFERED = "not supported by this server; leave it out"
 
-# JSON name → field of SamplingParams. The last three rows are extensions, as vLLM has them.
-_NUMBERS = (
-    "temperature", "top_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "guidance_scale",
-)  # fmt: skip
-_INTEGERS = ("top_k", "seed", "min_tokens", "num_inference_steps")
-_BOOLEANS = ("ignore_eos", "skip_special_tokens")
+# JSON names that are fields of SamplingParams; some are extensions, as vLLM has them.
+_NUMBERS = frozenset(
+    ("temperature", "top_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "guidance_scale")
+)
+_INTEGERS = frozenset(("top_k", "seed", "min_tokens", "num_inference_steps"))
+_BOOLEANS = frozenset(("ignore_eos", "skip_special_tokens"))
+SAMPLING = _NUMBERS | _INTEGERS | _BOOLEANS | {"max_tokens", "max_completion_tokens", "stop", "stop_token_ids"}
+_KNOWN = (
+    SAMPLING
+    | _REFUSED.keys()
+    | _HARMLESS
+    | {"model", "messages", "modalities", "audio", "stream", "stream_options", "session_id"}
+)
+_MESSAGE_REFUSED: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "function_call": (), "audio": ()}
+_MESSAGE_KNOWN = _MESSAGE_REFUSED.keys() | {"role", "content", "name", "refusal", "tool_call_id", "annotations"}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class ChatRequest:
     """A valid body of /v1/chat/completions."""
 
@@ -89,21 +98,20 @@ def parse_chat(body: object, pipelines: Mapping[str, PipelineGraph], prompt_limi
     session_id = fields.string("session_id", "") or ""
     validation.check_id("session_id", session_id)
     fields.refuse(_REFUSED, _NOT_OFFERED)
-    fields.ignore(_HARMLESS)
-    fields.finish()
+    fields.finish(_KNOWN)
     return ChatRequest(graph, modalities, prompt, sampling, speech, audio_format, stream, include_usage, session_id)
 
 
 def read_sampling(fields: Fields) -> sampling_pb2.SamplingParams:
     """The sampling parameters of a chat or completion body, checked."""
     sampling = sampling_pb2.SamplingParams()
-    for name in _NUMBERS:
+    for name in fields.present(_NUMBERS):
         if (number := fields.number(name)) is not None:
             setattr(sampling, name, number)
-    for name in _INTEGERS:
+    for name in fields.present(_INTEGERS):
         if (integer := fields.integer(name)) is not None:
             _set_integer(sampling, name, integer, fields.at(name))
-    for name in _BOOLEANS:
+    for name in fields.present(_BOOLEANS):
         if fields.raw(name) is not None:
             setattr(sampling, name, fields.boolean(name))
     limit, newer = fields.integer("max_tokens"), fields.integer("max_completion_tokens")
@@ -145,8 +153,7 @@ def read_stream(fields: Fields) -> tuple[bool, bool]:
     if not stream:
         raise errors.InvalidRequestError.field("stream_options", "only with stream: true")
     include_usage = options.boolean("include_usage")
-    options.ignore(("include_obfuscation",))
-    options.finish()
+    options.finish({"include_usage", "include_obfuscation"})
     return stream, include_usage
 
 
@@ -171,7 +178,7 @@ def _audio(fields: Fields, modalities: tuple[str, ...], stream: bool) -> tuple[s
         validation.check_range("audio.speed", speed, 0.25, 4.0)
         speech.speed = speed
     audio_format = audio.choice("format", accepted, accepted[0])
-    audio.finish()
+    audio.finish({"voice", "format", "speed"})
     return audio_format, speech
 
 
@@ -198,9 +205,8 @@ def _message(fields: Fields, message: prompt_pb2.ChatMessage) -> None:
         raise errors.InvalidRequestError.field(
             fields.at("content"), f"must be a string or a list of content parts, got {kind(content)}"
         )
-    fields.refuse({"tool_calls": ([],), "function_call": (), "audio": ()}, _NOT_OFFERED)
-    fields.ignore(("name", "refusal", "tool_call_id", "annotations"))
-    fields.finish()
+    fields.refuse(_MESSAGE_REFUSED, _NOT_OFFERED)
+    fields.finish(_MESSAGE_KNOWN)
 
 
 def _part(fields: Fields, message: prompt_pb2.ChatMessage) -> None:
@@ -212,8 +218,7 @@ def _part(fields: Fields, message: prompt_pb2.ChatMessage) -> None:
         if image is None:
             raise errors.InvalidRequestError.field(fields.at("image_url"), "required; must be an object")
         message.parts.add(media=_data_uri(image.at("url"), image.string("url", required=True) or ""))
-        image.ignore(("detail",))
-        image.finish()
+        image.finish({"url", "detail"})
     else:
         audio = fields.object("input_audio")
         if audio is None:
@@ -222,8 +227,8 @@ def _part(fields: Fields, message: prompt_pb2.ChatMessage) -> None:
         data = _base64(audio.at("data"), audio.string("data", required=True) or "")
         mime_type = {"wav": "audio/wav", "mp3": "audio/mpeg"}[audio_format]
         message.parts.add(media=prompt_pb2.MediaPart(mime_type=mime_type, data=data))
-        audio.finish()
-    fields.finish()
+        audio.finish({"data", "format"})
+    fields.finish({"type", part})
 
 
 def _data_uri(path: str, uri: str) -> prompt_pb2.MediaPart:

@@ -8,7 +8,7 @@ from typing import Any
 
 from gateway import validation
 from gateway.graph import PipelineGraph
-from gateway.http.chat_schema import read_sampling, read_stream
+from gateway.http.chat_schema import SAMPLING, read_sampling, read_stream
 from gateway.http.fields import Fields, kind
 from omni.v1 import prompt_pb2, sampling_pb2
 from omnicore import errors
@@ -21,9 +21,10 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "logprobs": (),
     "logit_bias": ({},),
 }
+_KNOWN = SAMPLING | _REFUSED.keys() | {"model", "prompt", "stream", "stream_options", "session_id", "user", "metadata"}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class CompletionRequest:
     """A valid body of /v1/completions."""
 
@@ -51,8 +52,7 @@ def parse_completion(
     session_id = fields.string("session_id", "") or ""
     validation.check_id("session_id", session_id)
     fields.refuse(_REFUSED, "not supported by this server; leave it out")
-    fields.ignore(("user", "metadata"))
-    fields.finish()
+    fields.finish(_KNOWN)
     return CompletionRequest(graph, prompt, sampling, stream, include_usage, session_id)
 
 

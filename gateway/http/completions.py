@@ -9,7 +9,7 @@ import orjson
 
 from gateway.http.chat import finish_reason, usage_body
 from gateway.http.completion_schema import CompletionRequest, parse_completion
-from gateway.http.exchange import Exchange, new_id
+from gateway.http.exchange import Exchange
 from gateway.http.service import HttpService
 from gateway.http.sse import stream_events
 from gateway.request import RequestState
@@ -27,7 +27,7 @@ class CompletionEndpoint:
         limits = self._service.limits
         body = await exchange.read_json(limits.max_body_bytes)
         asked = parse_completion(body, self._service.pipelines, limits.max_prompt_bytes)
-        request_id = new_id("cmpl-")
+        request_id = "cmpl-" + exchange.id
         created = int(time.time())
         state = await self._service.begin(
             exchange, request_id, asked.graph, "chat", ("text",), asked.prompt, asked.sampling,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,13 +16,14 @@ from omnicore import errors
 
 Headers = Iterable[tuple[bytes, bytes]]
 
+_PRINTABLE = re.compile(rb"[!-~]+")
 _JSON = (b"content-type", b"application/json")
 
 
 class Exchange:
     """What a handler works with."""
 
-    __slots__ = ("_receive", "_send", "_tasks", "request_id", "scope", "started")
+    __slots__ = ("_receive", "_send", "_tasks", "id", "request_id", "scope", "started")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, tasks: set[asyncio.Task[None]]) -> None:
         """``tasks`` keeps what runs beside the handler alive; it belongs to the application."""
@@ -31,7 +33,13 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._tasks = tasks
-        self.request_id = _request_id(scope)
+        self.id = secrets.token_hex(16)
+        """32 hex digits of its own; what the exchange begins is named after it."""
+        self.request_id = self.id.encode()
+        """x-request-id: the client's, if it sent one that is short and printable."""
+        for key, value in scope["headers"]:
+            if key == b"x-request-id" and 0 < len(value) <= 256 and _PRINTABLE.fullmatch(value):
+                self.request_id = bytes(value)
 
     def header(self, name: bytes) -> bytes:
         """A request header, empty if absent. ``name`` in lower case."""
@@ -142,20 +150,5 @@ def error_body(error: errors.OmniError) -> dict[str, Any]:
     }
 
 
-def new_id(prefix: str) -> str:
-    """A fresh id: ``prefix`` and 32 hex digits."""
-    return prefix + secrets.token_hex(16)
-
-
 def _too_large(limit_bytes: int) -> errors.InvalidRequestError:
     return errors.InvalidRequestError.field("body", f"must be at most {limit_bytes} bytes", reason="BODY_TOO_LARGE")
-
-
-def _request_id(scope: Scope) -> bytes:
-    """The client's x-request-id if it is short and printable, else a fresh one."""
-    for key, value in scope["headers"]:
-        if key == b"x-request-id":
-            if 0 < len(value) <= 256 and all(33 <= byte <= 126 for byte in value):
-                return bytes(value)
-            break
-    return secrets.token_hex(16).encode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from typing import Any
 
 from omnicore import errors
@@ -22,16 +22,17 @@ _NAMES: dict[type, str] = {
 class Fields:
     """One JSON object. ``path`` is where it stands in the body ("" for the body itself).
 
-    null counts as absent, as in OpenAI's API. Getters remember the names they were asked for; ``finish`` then refuses
-    the rest.
+    null counts as absent, as in OpenAI's API. Only what is there is looked at: bodies are small, the list of what they
+    might have is long.
     """
+
+    __slots__ = ("_values", "path")
 
     def __init__(self, value: object, path: str = "") -> None:
         self.path = path
         if not isinstance(value, dict):
             raise errors.InvalidRequestError.field(path or "body", f"must be an object, got {kind(value)}")
         self._values: dict[str, Any] = value
-        self._known: set[str] = set()
 
     def at(self, name: str) -> str:
         """The path of a field of this object."""
@@ -39,8 +40,11 @@ class Fields:
 
     def raw(self, name: str) -> Any:
         """The value as it is, None if absent."""
-        self._known.add(name)
         return self._values.get(name)
+
+    def present(self, names: Set[str]) -> Set[str]:
+        """Those of ``names`` that the object has."""
+        return self._values.keys() & names
 
     def string(self, name: str, default: str | None = None, *, required: bool = False) -> str | None:
         """A string."""
@@ -97,25 +101,20 @@ class Fields:
             )
         return value
 
-    def ignore(self, names: Collection[str]) -> None:
-        """Accept these without looking at them: they change nothing about the output."""
-        self._known.update(names)
-
     def refuse(self, neutral: Mapping[str, tuple[Any, ...]], why: str) -> None:
         """Refuse fields that would change the output in a way not offered, unless they have a value that asks for
         nothing (``neutral``: name → such values)."""
-        for name, harmless in neutral.items():
-            value = self.raw(name)
-            if value is not None and not any(value == v and type(value) is type(v) for v in harmless):
+        for name in self._values.keys() & neutral.keys():
+            value = self._values[name]
+            if value is not None and not any(value == v and type(value) is type(v) for v in neutral[name]):
                 raise errors.InvalidRequestError.field(self.at(name), why, reason="UNSUPPORTED_FIELD")
 
-    def finish(self) -> None:
-        """Refuse fields that nobody asked for, with the nearest name that is known."""
-        for name in self._values:
-            if name not in self._known:
-                near = difflib.get_close_matches(name, self._known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise errors.InvalidRequestError.field(self.at(name), f"unknown field{hint}", reason="UNKNOWN_FIELD")
+    def finish(self, known: Set[str]) -> None:
+        """Refuse fields that are not among ``known``, with the nearest name that is."""
+        for name in self._values.keys() - known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise errors.InvalidRequestError.field(self.at(name), f"unknown field{hint}", reason="UNKNOWN_FIELD")
 
     def _typed(self, name: str, wanted: type, default: Any, *, required: bool = False) -> Any:
         value = self.raw(name)

@@ -16,34 +16,28 @@ SEND_TIMEOUT_S = 60.0
 
 
 class Pacer:
-    """One timer per response, not per chunk: it looks when the last send began and ended, and goes on from there.
+    """One timer per response, not per chunk: at every interval it looks whether anything has moved since.
 
-    Use as a context manager around the handler's loop and ``send`` for its sends. If the client stalls, the loop is
-    left, ``stalled`` is true, and the response must be given up.
+    Use as a context manager around the handler's loop. The handler adds 1 to ``sends`` before a send and 1 after it, so
+    an odd number is a send under way. If the client stalls, the loop is left with ``stalled`` true, and the response
+    stays incomplete.
     """
 
-    __slots__ = ("_interval_s", "_loop", "_on_silence", "_sending", "_since_s", "_state", "_task", "_timer", "stalled")
+    __slots__ = (
+        "_interval_s", "_loop", "_on_silence", "_quiet_ticks", "_seen", "_state", "_task", "_timer", "sends", "stalled",
+    )  # fmt: skip
 
     def __init__(self, state: RequestState, interval_s: float, on_silence: Callable[[], None] | None = None) -> None:
         self.stalled = False
+        self.sends = 0
         self._state = state
         self._interval_s = interval_s
         self._on_silence = on_silence
         self._loop = asyncio.get_running_loop()
-        self._sending = False
-        self._since_s = self._loop.time()
+        self._seen = 0
+        self._quiet_ticks = 0
         self._task: asyncio.Task[object] | None = None
         self._timer: asyncio.TimerHandle | None = None
-
-    def send_begins(self) -> None:
-        """A send is handed to the server."""
-        self._sending = True
-        self._since_s = self._loop.time()
-
-    def send_ended(self) -> None:
-        """The server took it."""
-        self._sending = False
-        self._since_s = self._loop.time()
 
     def __enter__(self) -> Pacer:
         self._task = asyncio.current_task()
@@ -61,18 +55,18 @@ class Pacer:
         return False
 
     def _tick(self) -> None:
-        now_s = self._loop.time()
-        quiet_s = now_s - self._since_s
-        due_s = self._since_s + self._interval_s
-        if quiet_s >= self._interval_s:
-            due_s = now_s + self._interval_s
+        if self.sends != self._seen:
+            self._seen, self._quiet_ticks = self.sends, 0
+        elif self.sends % 2 == 0:
+            if self._on_silence is not None:
+                self._on_silence()
+        else:
+            self._quiet_ticks += 1
             failed = self._state.status in ("failed", "aborted")
-            if self._sending and (failed or quiet_s >= SEND_TIMEOUT_S) and self._task is not None:
+            if (failed or self._quiet_ticks * self._interval_s >= SEND_TIMEOUT_S) and self._task is not None:
                 self.stalled = True
-                _log.warning("client stalled", request_id=self._state.request_id, seconds=round(quiet_s))
+                _log.warning("client stalled", request_id=self._state.request_id)
                 self._state.abort("the client does not read")
                 self._task.cancel()
                 return
-            if not self._sending and self._on_silence is not None:
-                self._on_silence()
-        self._timer = self._loop.call_at(due_s, self._tick)
+        self._timer = self._loop.call_later(self._interval_s, self._tick)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway.http import audio
-from gateway.http.exchange import Exchange, new_id
+from gateway.http.exchange import Exchange
 from gateway.http.pacing import Pacer
 from gateway.http.service import HttpService
 from gateway.http.speech_schema import parse_speech
@@ -27,7 +27,7 @@ class SpeechEndpoint:
         body = await exchange.read_json(limits.max_body_bytes)
         asked = parse_speech(body, self._service.pipelines, limits.max_prompt_bytes)
         state = await self._service.begin(
-            exchange, new_id("speech-"), asked.graph, "speech", ("audio",), asked.prompt, asked.sampling,
+            exchange, "speech-" + exchange.id, asked.graph, "speech", ("audio",), asked.prompt, asked.sampling,
             asked.speech, asked.session_id,
         )  # fmt: skip
         try:
@@ -46,7 +46,7 @@ class SpeechEndpoint:
             events = await state.next()
             done = state.status == "finished"
             data = b"".join(event.media for event in events)
-            pacer.send_begins()
+            pacer.sends += 1
             if not exchange.started and (data or done):
                 info = audio.pcm_info(events)
                 await exchange.start(200, _headers(info, response_format, state.request_id))
@@ -56,7 +56,7 @@ class SpeechEndpoint:
                 await exchange.body(data, more=not done)
             if done:
                 return
-            pacer.send_ended()
+            pacer.sends += 1
 
 
 def _headers(info: output_pb2.MediaInfo, response_format: str, request_id: str) -> tuple[tuple[bytes, bytes], ...]:

@@ -12,9 +12,12 @@ from omni.v1 import prompt_pb2, sampling_pb2
 from omnicore import errors
 
 RESPONSE_FORMATS = ("wav", "pcm")
+_KNOWN = frozenset((
+    "model", "input", "voice", "speed", "seed", "response_format", "stream_format", "instructions", "session_id",
+))  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class SpeechRequest:
     """A valid body of /v1/audio/speech."""
 
@@ -50,5 +53,5 @@ def parse_speech(body: object, pipelines: Mapping[str, PipelineGraph], prompt_li
     fields.refuse({"instructions": ("",)}, "not supported by this server; leave it out")
     session_id = fields.string("session_id", "") or ""
     validation.check_id("session_id", session_id)
-    fields.finish()
+    fields.finish(_KNOWN)
     return SpeechRequest(graph, prompt, sampling, speech, response_format, session_id)

@@ -61,13 +61,13 @@ async def stream_events(exchange: Exchange, state: RequestState, encoder: ChunkE
                 if not begun and data is not _COMMENT:
                     begun = True
                     data = encoder.begin() + data
-                pacer.send_begins()
+                pacer.sends += 1
                 if not exchange.started:
                     await exchange.start(200, _HEADERS)
                 await exchange.body(data, more=not done)
                 if done:
                     return
-                pacer.send_ended()
+                pacer.sends += 1
     except Exception as error:
         if not exchange.started:
             raise

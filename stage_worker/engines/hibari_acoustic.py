@@ -86,7 +86,11 @@ class HibariAcousticEngine(ThreadEngine):
             self._acoustic(phonemes, 1.0, "")
 
     def _phonemize(self, sentence: str) -> list[str]:
-        return list(self._tts.phonemize(sentence))
+        try:
+            return list(self._tts.phonemize(sentence))
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            # The package's rules for numbers, dates and the like meet input that they were not written for.
+            raise InvalidRequestError(f"cannot be spoken: {sentence[:80]!r}", reason="UNSPEAKABLE") from error
 
     def _acoustic(self, phonemes: str, speed: float, text: str) -> Payload | None:
         ids = self._tts.ids(phonemes)

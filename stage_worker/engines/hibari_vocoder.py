@@ -20,7 +20,9 @@ from stage_worker.engines.thread_engine import ThreadEngine
 
 SAMPLE_RATE_HZ = 24_000  # hibari.dsp.SR
 _BINS = 601
-_PAUSE_S = 0.15  # between sentences; the model itself leaves next to none
+# The model leaves up to a second of silence around a sentence. This much of it is a natural pause between sentences.
+_LEAD_S, _TAIL_S = 0.1, 0.25
+_SILENCE = 0.003  # of full scale, about -50 dB
 _FADE_S = 0.005  # at both ends of a sentence, against clicks
 _MEDIA = MediaInfo("audio/pcm", SAMPLE_RATE_HZ, 1)
 
@@ -64,23 +66,26 @@ class HibariVocoderEngine(ThreadEngine):
                     if not tensors:
                         continue
                     samples = await job.call(_synthesize, tensors, noise)
-                    pcm = to_pcm(samples, lead_s=0.0 if first else _PAUSE_S)
+                    pcm = to_pcm(samples)
                     chunk = Payload(tensors={"pcm": pcm}, metadata=payload.metadata) if request.downstream else None
                     yield EngineOutput(media=pcm.tobytes(), media_info=_MEDIA if first else None, chunk=chunk)
                     first = False
             yield EngineOutput(finish=Finish("stop"))
 
 
-def to_pcm(samples: npt.NDArray[np.float32], *, lead_s: float = 0.0) -> npt.NDArray[np.int16]:
-    """Samples in -1 to 1 as 16-bit integers: ends faded, peaks clipped, after ``lead_s`` of silence."""
-    samples = np.nan_to_num(samples.astype(np.float32))
+def to_pcm(samples: npt.NDArray[np.float32]) -> npt.NDArray[np.int16]:
+    """Samples in -1 to 1 as 16-bit integers: long silence at the ends cut, ends faded, peaks clipped."""
+    samples = np.nan_to_num(np.asarray(samples, np.float32))
+    loud = np.flatnonzero(np.abs(samples) > _SILENCE)
+    if len(loud):
+        begin = max(0, int(loud[0]) - int(_LEAD_S * SAMPLE_RATE_HZ))
+        samples = samples[begin : int(loud[-1]) + int(_TAIL_S * SAMPLE_RATE_HZ)].copy()
     fade = min(int(_FADE_S * SAMPLE_RATE_HZ), len(samples) // 2)
     if fade:
         ramp = np.linspace(0.0, 1.0, fade, endpoint=False, dtype=np.float32)
         samples[:fade] *= ramp
         samples[-fade:] *= ramp[::-1]
-    sound = (np.clip(samples, -1.0, 1.0) * 32767.0).astype("<i2")
-    return np.concatenate([np.zeros(int(lead_s * SAMPLE_RATE_HZ), "<i2"), sound])
+    return (np.clip(samples, -1.0, 1.0) * 32767.0).astype("<i2")
 
 
 def _synthesize(tensors: dict[str, npt.NDArray[np.float32]], noise: np.random.Generator) -> npt.NDArray[np.float32]:

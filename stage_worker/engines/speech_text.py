@@ -17,6 +17,7 @@ _LINE_MARK = re.compile(r"^[ \t]*(?:#{1,6}[ \t]+|>[ \t]?|[-*+•][ \t]+|\|)+", r
 _RULE = re.compile(r"^[ \t]*(?:[-*_=|:][ \t]*){3,}$", re.MULTILINE)
 _EMPHASIS = re.compile(r"(?<![\w*])(\*{1,3}|_{1,3}|~~)(?=\S)(.{1,500}?)(?<=\S)\1(?![\w*])")
 _LEFTOVER = re.compile(r"[*`#|~^\\{}<>]+")
+_DIGITS = re.compile(r"\d{13,}")  # nobody says such a number as one; the model's normaliser even fails on it
 _SPACES = re.compile(r"\s+")
 _SPACE_BEFORE_MARK = re.compile(r" ([,.!?;:…])")
 _SPOKEN = re.compile(r"\w")
@@ -41,6 +42,7 @@ def speakable(text: str) -> str:
         text = _EMPHASIS.sub(r"\2", text)
     text = _LEFTOVER.sub(" ", text).replace("_", " ").replace("[", " ").replace("]", " ")
     text = "".join(character for character in text if _is_spoken(character))
+    text = _DIGITS.sub(lambda match: " ".join(match[0]), text)
     text = _SPACE_BEFORE_MARK.sub(r"\1", _SPACES.sub(" ", text)).strip()
     return text if _SPOKEN.search(text) else ""
 

@@ -32,6 +32,7 @@ from stage_worker.engines.speech_text import speakable
         (" \n\t", ""),
         ("", ""),
         ("2*3*4", "2 3 4"),
+        ("Call 12345678901234 now, 1234567.", "Call 1 2 3 4 5 6 7 8 9 0 1 2 3 4 now, 1234567."),
     ],
 )
 def test_speakable(written: str, said: str) -> None:
