@@ -1,0 +1,83 @@
+"""How the gateway follows membership: at once, over one watch, and without one replica or stage touching another."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from omni.v1 import stage_service_pb2, types_pb2
+from tests.integration.gateway.conftest import Stand, running_stand
+from tests.integration.gateway.scripts import hang, silent, speak, tokens
+from tests.support.pipelines import speech_pipeline
+from tests.support.processes import wait_until
+
+
+async def test_a_replica_is_attached_and_detached_within_a_second(stand: Stand) -> None:
+    router = stand.gateway.router
+    await wait_until(lambda: "text" in stand.gateway.table.pipelines, what="pipeline")
+    begin = time.monotonic()
+    worker = await stand.cluster.add("text", 0, tokens(1))
+    await wait_until(lambda: bool(worker.sessions) and router.pools["text", 0].routable == 1, 1.0, "attached")
+    stand.cluster.control_plane.remove(worker.ref)
+    await wait_until(lambda: not router.pools["text", 0].slots and not router.sessions, 1.0, "detached")
+    await wait_until(lambda: not worker.sessions, 1.0, "the end of the session at the worker")
+    assert time.monotonic() - begin < 3
+
+
+async def test_one_watch_tells_of_the_replicas_of_all_stages() -> None:
+    async with running_stand(speech_pipeline()) as stand:
+        for stage_id in range(3):
+            for replica_id in range(2):
+                await stand.cluster.add("speech", stage_id, silent, replica_id=replica_id)
+        await stand.ready("speech")
+        assert len(stand.gateway.table.replicas) == 6
+        assert stand.cluster.control_plane.resumed_from == [0], "WatchReplicas was called once"
+
+
+async def test_stages_take_turns_independently() -> None:
+    async with running_stand(speech_pipeline(), balancing_policy="round-robin") as stand:
+        for stage_id, script in enumerate((tokens(1), silent, speak)):
+            for replica_id in range(2):
+                await stand.cluster.add("speech", stage_id, script, replica_id=replica_id)
+        await stand.ready("speech")
+        for _ in range(2):
+            assert (await stand.chat("speech", modalities=["audio"]))[0] == 200
+            assert (await stand.chat("speech"))[0] == 200  # an odd number of picks at stage 0 alone
+        assert [len(worker.calls) for worker in stand.cluster.workers] == [2, 2, 1, 1, 1, 1]
+
+
+async def test_a_hung_replica_delays_no_other(stand: Stand) -> None:
+    hung = await stand.cluster.add("text", 0, hang)
+    await stand.ready("text")
+    waiting = asyncio.create_task(stand.chat("text"))
+    await wait_until(lambda: bool(hung.running), what="a call that never ends")
+    await stand.cluster.add("text", 0, tokens(2), replica_id=1)
+    await wait_until(lambda: stand.gateway.router.pools["text", 0].routable == 2, what="the other one")
+    async with asyncio.timeout(5):
+        assert [(await stand.chat("text"))[0] for _ in range(10)] == [200] * 10
+    assert not waiting.done()
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await stand.settled()
+
+
+async def test_reported_load_decides(stand: Stand) -> None:
+    busy = await stand.cluster.add("text", 0, tokens(1))
+    idle = await stand.cluster.add("text", 0, tokens(1), replica_id=1)
+    await stand.ready("text")
+    busy.broadcast(stage_service_pb2.SessionResponse(load=types_pb2.LoadReport(queue_length=10)))
+    slots = stand.gateway.router.pools["text", 0].slots
+    await wait_until(lambda: slots["text", 0, 0].load == 10, what="the report")
+    for _ in range(8):
+        await stand.chat("text")
+    assert (len(busy.calls), len(idle.calls)) == (0, 8)
+
+
+async def test_64_idle_replicas_cost_next_to_nothing(stand: Stand) -> None:
+    for replica_id in range(64):
+        await stand.cluster.add("text", 0, silent, replica_id=replica_id)
+    await stand.ready("text")
+    assert len(stand.gateway.router.sessions) == 64
+    used_s, begin = time.process_time(), time.monotonic()
+    await asyncio.sleep(1)  # gateway and all workers are in this process, and nobody asks anything
+    assert (time.process_time() - used_s) / (time.monotonic() - begin) < 0.05
