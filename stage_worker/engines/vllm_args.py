@@ -12,7 +12,7 @@ from typing import Any
 from google.protobuf import json_format
 
 from omni.v1 import pipeline_pb2, prompt_pb2, sampling_pb2
-from omnicore.errors import InvalidRequestError, UnavailableError
+from omnicore.errors import FieldViolation, InvalidRequestError, UnavailableError
 
 SUPPORTED_VERSIONS = ((0, 26), (0, 34))
 """From the first, below the second: the range that the project's ``vllm`` extra asks for."""
@@ -99,6 +99,19 @@ def engine_arguments(
     if stage.max_num_seqs:
         arguments["max_num_seqs"] = stage.max_num_seqs
     return arguments
+
+
+def refusal(error: Exception) -> InvalidRequestError:
+    """What vLLM says of engine arguments it does not take, with the argument's name where it tells it."""
+    errors = getattr(error, "errors", None)  # pydantic's ValidationError: one entry per accepted type that failed
+    if not callable(errors):
+        return InvalidRequestError.field("engine_args", str(error))
+    violations: dict[str, FieldViolation] = {}
+    for entry in errors(include_url=False):
+        path = ".".join(["engine_args", *(str(part) for part in entry["loc"][:1])])
+        violations.setdefault(path, FieldViolation(path, f"{entry['msg']}, got {entry['input']!r:.100}"))
+    message = "; ".join(f"{violation.field}: {violation.description}" for violation in violations.values())
+    return InvalidRequestError(message, violations=list(violations.values()))
 
 
 def set_environment(environ: MutableMapping[str, str], *, on_cpu: bool, in_process: bool) -> None:

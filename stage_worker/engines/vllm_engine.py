@@ -78,7 +78,7 @@ class VllmEngine:
         except OmniError:
             raise
         except (ValueError, TypeError) as error:  # pydantic's ValidationError is a ValueError
-            raise InvalidRequestError.field("engine_args", str(error)) from error
+            raise vllm_args.refusal(error) from error
         except Exception as error:
             raise UnavailableError(f"vLLM could not start: {error}", reason="ENGINE_START_FAILED") from error
         config = engine.vllm_config

