@@ -6,9 +6,9 @@ plain function call; nothing is scheduled per token.
 
 Guarantees: a sink gets events in order and then exactly one end — an event with ``finish``, or ``on_error``; after an
 abort it gets nothing more. When the stream breaks, every call's sink gets its error at once. A sink that raises costs
-its own call only. The session reconnects by itself, except after the replica refused its epoch: then only the table
-knows better, and brings another session. Not guaranteed: that an abort reached the worker; it aborts everything of a
-session that breaks.
+its own call only. The session reconnects by itself; slowly after the replica refused its epoch, which means either
+another instance, for which the table will bring another session, or a replica that has not yet heard of its own claim.
+Not guaranteed: that an abort reached the worker; it aborts everything of a session that breaks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONNECT_TIMEOUT_S = 5.0
 # Frames stay well below the message limit of rpc.py: prompts with media are up to 16 MiB, most are tiny.
 _FRAME_BYTES = 1024 * 1024
 # The codes with which a replica says: you mean another instance, or something that I am not.
-_FATAL_CODES = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED)
+_REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED)
 
 
 if TYPE_CHECKING:
@@ -181,28 +181,28 @@ class ReplicaSession:
 
     async def _run(self) -> None:
         backoff = Backoff(initial_s=0.05, max_s=1.0)
+        patience = Backoff(initial_s=0.2, max_s=10.0)
         try:
             while True:
                 self._channel = rpc.channel(self.record.endpoint, self._credentials)
                 try:
                     await self._serve(self._channel, backoff)
-                    reason, fatal = "the stream ended", False
+                    reason, refused = "the stream ended", False
                 except grpc.aio.AioRpcError as error:
-                    reason, fatal = errors.from_rpc_error(error).message, error.code() in _FATAL_CODES
+                    reason, refused = errors.from_rpc_error(error).message, error.code() in _REFUSALS
                 except TimeoutError:
-                    reason, fatal = f"no welcome within {self._connect_timeout_s:g} s", False
+                    reason, refused = f"no welcome within {self._connect_timeout_s:g} s", False
                 except Exception as error:  # noqa: BLE001 -- whatever it is, it must cost this session only
                     _log.exception("session failed", **self._who())
-                    reason, fatal = f"internal error ({type(error).__name__})", False
+                    reason, refused = f"internal error ({type(error).__name__})", False
                 finally:
                     await self._channel.close(None)
                 self._broke(reason)
                 if self._retiring:
                     return
-                if fatal:
+                if refused:
                     _log.warning("session refused", **self._who(), reason=reason)
-                    return
-                await asyncio.sleep(backoff.next_delay_s())
+                await asyncio.sleep((patience if refused else backoff).next_delay_s())
         finally:
             self._broke("the session was closed")
 
@@ -280,9 +280,9 @@ class ReplicaSession:
         sinks, self._sinks = self._sinks, {}
         self._calls.clear()
         self._aborts.clear()
-        self._broken = reason
+        known, self._broken = bool(self._broken), reason
         was_connected, self.connected = self.connected, False
-        if not self._closing:
+        if not self._closing and not known:
             self._listener.on_session(self.record, False)
             if was_connected:
                 _log.warning("session broken", **self._who(), reason=reason, calls=len(sinks))

@@ -158,7 +158,7 @@ async def test_a_restarted_replica_at_another_address_replaces_the_old_one(stand
     await wait_until(lambda: not old.sessions, what="the old session to close")
 
 
-async def test_a_wrong_epoch_is_not_asked_again(stand: Stand) -> None:
+async def test_a_wrong_epoch_is_not_routed_to(stand: Stand) -> None:
     worker = await stand.cluster.add("text", 0, tokens(2))
     record = worker.record()
     record.ref.epoch += 50
@@ -300,9 +300,7 @@ async def test_a_slow_client_costs_its_own_request_only() -> None:
         await stand.settled()
 
 
-async def test_a_handler_that_raises_costs_its_call_only(stand: Stand) -> None:
-    """Media of a kind that chat cannot carry is our error, found while the session is read."""
-
+async def test_media_that_chat_cannot_carry_is_an_error(stand: Stand) -> None:
     async def picture(call: Call) -> None:
         info = stage_service_pb2.StageEvent(media=b"png")
         info.media_info.mime_type = "image/png"
