@@ -23,7 +23,7 @@ entrypoints: {chat: 0}
 stages:
   - stage_id: 0
     engine: sim
-    sim: {output: text, tokens: 60, tpot_ms: 50}
+    sim: {output: text, tokens: 120, tpot_ms: 50}
     final_output: true
     final_output_type: text
   - stage_id: 1
@@ -114,15 +114,15 @@ def test_killed_talker_leaves_the_pipeline_serving(slow_system: System) -> None:
     for request in requests:
         request.start()
 
-    def busy() -> list[str]:
-        return [
-            replica["instance_uuid"]
-            for replica in system.replicas()
-            if replica["instance_uuid"] in talkers and replica.get("load", {}).get("queue_length", 0) > 0
-        ]
+    busy: list[str] = []
 
-    eventually(lambda: len(busy()) > 0, 10, "a talker at work")
-    victim = talkers[busy()[0]]
+    def a_talker_works() -> bool:
+        loads = {replica["instance_uuid"]: replica.get("load") or {} for replica in system.replicas()}
+        busy[:] = [uuid for uuid in talkers if loads.get(uuid, {}).get("queue_length", 0) > 0]
+        return bool(busy)
+
+    eventually(a_talker_works, 10, "a talker at work")
+    victim = talkers[busy[0]]
     os.kill(victim["placement"]["pid"], signal.SIGKILL)
     for request in requests:
         request.join(50)
