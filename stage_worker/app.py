@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Sequence
 
 from omnicore import config as configuration
@@ -12,6 +13,7 @@ from omnicore.clock import SYSTEM_CLOCK
 from omnicore.log import get_logger, setup_logging
 from stage_worker.config import StageWorkerConfig
 from stage_worker.control_plane_client import ControlPlaneClient
+from stage_worker.devices import VISIBLE_DEVICES, narrowed
 from stage_worker.worker import Worker, plan_worker
 
 _log = get_logger(__name__)
@@ -23,7 +25,13 @@ def main(argv: Sequence[str]) -> int:
     if config.die_with_parent:
         process.die_with_parent()
     setup_logging(f"stage-worker {config.pipeline}/{config.stage_id}", config.log_level, config.log_json)
-    return process.run(serve(config))
+    return process.run(_run_service(config))
+
+
+async def _run_service(config: StageWorkerConfig) -> int:
+    if config.devices:
+        os.environ[VISIBLE_DEVICES] = narrowed(config.devices, os.environ.get(VISIBLE_DEVICES))
+    return await serve(config)
 
 
 async def serve(config: StageWorkerConfig, shutdown: process.Shutdown | None = None) -> int:

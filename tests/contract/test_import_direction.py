@@ -29,6 +29,7 @@ PURE = [
     "gateway/graph.py",
     "gateway/validation.py",
     "stage_worker/chunking.py",
+    "stage_worker/devices.py",
     "control_plane/keys.py",
     "control_plane/deploy",
 ]
