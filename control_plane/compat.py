@@ -5,14 +5,11 @@ from __future__ import annotations
 import ipaddress
 import urllib.parse
 from collections.abc import Iterable, Sequence
-from typing import Final
 
 from control_plane.keys import StageKey
 from omni.v1 import pipeline_pb2, types_pb2
+from omnicore import protocol
 from omnicore.errors import FailedPreconditionError, NotFoundError
-
-# Of protos/omni/v1: the major version grows when an old worker cannot work under a new control plane.
-PROTOCOL_MAJOR: Final = 1
 
 
 def shorten(text: str, limit: int = 200) -> str:
@@ -62,8 +59,8 @@ def check_fingerprint(
     """
     major = int(offered.protocol_version.partition(".")[0])
     differing: list[tuple[str, object, object]] = []
-    if major != PROTOCOL_MAJOR:
-        differing.append(("protocol_version", offered.protocol_version, f"{PROTOCOL_MAJOR}.x"))
+    if major != protocol.MAJOR:
+        differing.append(("protocol_version", offered.protocol_version, f"{protocol.MAJOR}.x"))
     for field in ("model", "config_sha256", "tensor_parallel_size"):
         theirs, ours = getattr(offered, field), getattr(plan, field)
         if theirs != ours:

@@ -19,7 +19,7 @@ from connectors.connector_set import ConnectorSet
 from connectors.payload import JsonValue
 from omni.v1 import pipeline_pb2, stage_service_pb2_grpc, transfer_service_pb2_grpc, types_pb2
 from omni.v1 import registry_service_pb2 as registry_pb
-from omnicore import rpc
+from omnicore import protocol, rpc
 from omnicore.clock import SYSTEM_CLOCK, Clock
 from omnicore.errors import InternalError, OmniError, UnavailableError
 from omnicore.log import get_logger
@@ -42,8 +42,6 @@ from stage_worker.transfer_service import TransferServicer
 
 _log = get_logger(__name__)
 
-PROTOCOL_VERSION = "1.0"
-"""Of protos/omni/v1; the major number grows when an old peer cannot work with a new one."""
 SERVICE_NAMES = ("omni.v1.StageService", "omni.v1.TransferService")
 ENGINE_CLOSE_TIMEOUT_S = 20.0
 """An engine that hangs does not close; the process must end all the same."""
@@ -285,7 +283,7 @@ class Worker:
                 model=stage.model,
                 config_sha256=stage.config_sha256,
                 tensor_parallel_size=max(1, stage.tensor_parallel_size),
-                protocol_version=PROTOCOL_VERSION,
+                protocol_version=protocol.VERSION,
             ),
             connectors=self.parts.connectors.offers(),
             placement=self._placement,

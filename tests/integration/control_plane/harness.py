@@ -25,7 +25,7 @@ from omni.v1 import (
     types_pb2,
 )
 from omni.v1 import registry_service_pb2 as pb
-from omnicore import errors, rpc
+from omnicore import errors, protocol, rpc
 from tests.support.etcd import EtcdNode, etcd_server
 from tests.support.processes import wait_until
 
@@ -135,7 +135,7 @@ class Worker:
                 model=stage.model,
                 config_sha256=stage.config_sha256,
                 tensor_parallel_size=stage.tensor_parallel_size,
-                protocol_version="1.0",
+                protocol_version=protocol.VERSION,
             ),
             state=READY,
             engine="sim",
