@@ -119,11 +119,6 @@ class ConnectorSet:
         each = [connector.usage() for connector in self._connectors.values()]
         return Usage(sum(u.pool_bytes for u in each), sum(u.free_bytes for u in each), sum(u.handles for u in each))
 
-    def usage_of(self, kind: str) -> Usage:
-        """Pool and handle counts of one connector."""
-        usage = self._connectors[self.resolve(kind)].usage()
-        return Usage(usage.pool_bytes, usage.free_bytes, usage.handles)
-
     def sweep(self) -> int:
         """Free handles that expired and unmap peers that are gone; call about once a second. Returns how many handles
         were freed."""

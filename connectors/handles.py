@@ -9,22 +9,14 @@ Life of a handle::
 Guarantees: a key is published at most once at a time; data is freed exactly once, by the last of its consumers, by
 expiry, by ``cleanup`` or by ``close``, whichever comes first; memory that ``read`` has given out is returned to its
 pool only after the reader has left, whatever happened to the handle; expiry never takes data that is claimed or read;
-nothing is done for a wrong token or an older epoch. Not guaranteed: that the consumer count is right when consumers
-that release twice do not say who they are.
+nothing is done for a wrong token. Not guaranteed: that the consumer count is right when consumers that release twice
+do not say who they are.
 
 Every method may be called from any thread. ``on_free`` callbacks run in the thread that freed the data.
 
-Use by a ``TransferService`` servicer (the connectors do the rest)::
-
-    store.check_owner(request.owner)                       # every RPC: fences epochs
-    Describe   store.describe(request.key, request.token)
-    Claim      store.claim(request.key, request.token)
-    Release    sum(store.release(r.key, r.token) for r in request.releases)
-    Fetch      with store.read(request.key, request.token) as data: …   # send pieces of this memoryview
-    Subscribe  store.claim(key, token, consumer) as a chunk is sent, store.release(key, token, consumer) as it is
-               acknowledged, store.cancel_flow(edge) for cancels, store.forget_consumer(consumer) when the stream ends
-    abort      store.cleanup(request_id), after the task that publishes for the request has ended
-    each 1 s   store.sweep()
+Fencing is the caller's: a servicer checks that a request means this worker before it asks the store. Flows claim a
+chunk under a name when it is published and release it under that name when it is acknowledged, so that nothing expires
+on its way; ``cleanup`` comes after the task that publishes for the request has ended, ``sweep`` about once a second.
 """
 
 from __future__ import annotations
@@ -51,17 +43,10 @@ DEFAULT_CLAIM_LIMIT_S = 3600.0
 """Age at which a claim no longer protects: its consumer has died without telling anybody."""
 _TOKEN_BYTES = 16  # 128 bits of a HMAC-SHA-256: not guessable within a handle's life
 
-_FlowKey = tuple[str, int, int, int]
-
 
 def edge_key(edge: transfer_pb2.EdgeRef, sequence: int) -> str:
     """The key under which workers publish chunk ``sequence`` of a flow: unique per request, attempt, edge and chunk."""
     return f"{edge.request_id}/{edge.attempt}/{edge.from_stage}-{edge.to_stage}/{sequence}"
-
-
-def consumer_name(consumer: types_pb2.ReplicaRef) -> str:
-    """How ``claim``, ``release`` and ``forget_consumer`` know a replica: its claim and epoch."""
-    return f"{consumer.stage.pipeline}/{consumer.stage.stage_id}/{consumer.replica_id}@{consumer.epoch}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -210,19 +195,6 @@ class HandleStore:
 
     # --- for TransferService ----------------------------------------------------------------------------------------
 
-    def check_owner(self, owner: types_pb2.ReplicaRef) -> None:
-        """Raises ``FailedPreconditionError`` unless ``owner`` is this worker's claim now, with both in the message."""
-        mine = self._owner()
-        if owner == mine:
-            return
-        wanted, actual = consumer_name(owner), consumer_name(mine)
-        reason = "STALE_EPOCH" if owner.epoch < mine.epoch else "NOT_THE_OWNER"
-        raise errors.FailedPreconditionError(
-            f"the caller means {wanted}, this is {actual}: its data is gone with it",
-            reason=reason,
-            metadata={"wanted": wanted, "actual": actual},
-        )
-
     def describe(self, key: str, token: bytes) -> transfer_pb2.TransferHandle:
         """The handle of ``key`` (not a copy: do not change it). Raises ``NotFoundError`` if it was freed and
         ``PermissionDeniedError`` for a wrong token."""
@@ -281,13 +253,19 @@ class HandleStore:
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
-    def cleanup(self, request_id: str, attempt: int | None = None, kind: str | None = None) -> int:
-        """Free all that is held for exactly this request (of one attempt, of one kind of connector, if given), claimed
-        or not; returns how many handles. What is just being published fails with ``RequestCancelledError``."""
-        return self._end_flows(
-            request_id,
-            lambda edge, of: (attempt is None or edge.attempt == attempt) and (kind is None or of == kind),
-        )
+    def cleanup(self, request_id: str, kind: str | None = None) -> int:
+        """Free all that is held for exactly this request (of one kind of connector, if given), claimed or not; returns
+        how many handles. What is just being published fails with ``RequestCancelledError``."""
+        with self._lock:
+            keys = list(self._by_request.get(request_id, ()))
+            for reservation in [self._reserved[key] for key in keys if key in self._reserved]:
+                if kind in (None, reservation.kind):
+                    self._forget_reservation(reservation)
+            entries = [self._entries[key] for key in keys if key in self._entries]
+            ended = [entry for entry in entries if kind in (None, entry.kind)]
+            freed = self._remove(ended)
+        self._free(freed)
+        return len(ended)
 
     def free_kind(self, kind: str) -> int:
         """Free everything of one kind of connector; returns how many handles."""
@@ -298,24 +276,6 @@ class HandleStore:
             freed = self._remove(entries)
         self._free(freed)
         return len(entries)
-
-    def cancel_flow(self, edge: transfer_pb2.EdgeRef) -> int:
-        """Free what is held for one flow; returns how many handles."""
-        wanted = _flow_key(edge)
-        return self._end_flows(edge.request_id, lambda candidate, _: _flow_key(candidate) == wanted)
-
-    def forget_consumer(self, consumer: str) -> int:
-        """Release every claim of a consumer that is gone; returns how many handles that freed."""
-        done: list[_Entry] = []
-        with self._lock:
-            for entry in self._entries.values():
-                if entry.places.has_claimed(consumer):
-                    entry.places.release(consumer)
-                    if entry.places.done:
-                        done.append(entry)
-            freed = self._remove(done)
-        self._free(freed)
-        return len(done)
 
     def sweep(self) -> int:
         """Free what has expired, and everything of an earlier epoch of this worker, which nobody may claim any more;
@@ -394,18 +354,6 @@ class HandleStore:
     def _in_flight(self, entry: _Entry, now_s: float) -> bool:
         return entry.readers > 0 or entry.places.protected(now_s, self._claim_limit_s)
 
-    def _end_flows(self, request_id: str, wanted: Callable[[transfer_pb2.EdgeRef, str], bool]) -> int:
-        with self._lock:
-            keys = list(self._by_request.get(request_id, ()))
-            for reservation in [self._reserved[key] for key in keys if key in self._reserved]:
-                if wanted(reservation.handle.edge, reservation.kind):
-                    self._forget_reservation(reservation)
-            entries = [self._entries[key] for key in keys if key in self._entries]
-            ended = [entry for entry in entries if wanted(entry.handle.edge, entry.kind)]
-            freed = self._remove(ended)
-        self._free(freed)
-        return len(ended)
-
     def _forget_reservation(self, reservation: Reservation) -> None:
         reservation.cancelled = True
         del self._reserved[reservation.handle.key]
@@ -445,7 +393,3 @@ def _check_put(key: str, edge: transfer_pb2.EdgeRef, sequence: int, consumers: i
 
 def _not_found(key: str, why: str, reason: str) -> errors.NotFoundError:
     return errors.NotFoundError(f"no data under {key!r}: {why}", reason=reason, metadata={"key": key})
-
-
-def _flow_key(edge: transfer_pb2.EdgeRef) -> _FlowKey:
-    return edge.request_id, edge.attempt, edge.from_stage, edge.to_stage

@@ -65,10 +65,6 @@ class ConsumerPlaces:
         if consumer:
             self._released_by.add(consumer)
 
-    def has_claimed(self, consumer: str) -> bool:
-        """This consumer has claimed and not released."""
-        return consumer in self._claims
-
     def protected(self, now_s: float, claim_limit_s: float) -> bool:
         """Some claim is younger than ``claim_limit_s``."""
         return any(now_s - claim.since_s < claim_limit_s for claim in self._claims.values())

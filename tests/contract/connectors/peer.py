@@ -29,19 +29,24 @@ EDGE = transfer_pb2.EdgeRef(request_id="req1", from_stage=0, to_stage=1)
 
 
 class Transfer(pb_grpc.TransferServiceServicer):
-    """What HandleStore's docstring says a servicer does."""
+    """The part of a worker's TransferService that connectors need: fencing, and the store behind it."""
 
-    def __init__(self, connectors: ConnectorSet) -> None:
-        self._store = connectors.store
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self._store = peer.connectors.store
+
+    def _check(self, owner: types_pb2.ReplicaRef) -> None:
+        if owner != self._peer.ref:
+            raise errors.FailedPreconditionError(f"the caller means {owner}, this is {self._peer.ref}")
 
     async def Describe(self, request: pb.DescribeRequest, context: rpc.ServicerContext) -> pb.DescribeResponse:  # noqa: N802
-        self._store.check_owner(request.owner)
+        self._check(request.owner)
         return pb.DescribeResponse(handle=self._store.describe(request.key, request.token))
 
     async def Release(  # noqa: N802
         self, request: pb.TransferServiceReleaseRequest, context: rpc.ServicerContext
     ) -> pb.TransferServiceReleaseResponse:
-        self._store.check_owner(request.owner)
+        self._check(request.owner)
         freed = sum(self._store.release(item.key, item.token) for item in request.releases)
         return pb.TransferServiceReleaseResponse(freed=freed)
 
@@ -53,11 +58,11 @@ class Transfer(pb_grpc.TransferServiceServicer):
         yield pb.SubscribeResponse()
 
     async def Claim(self, request: pb.ClaimRequest, context: rpc.ServicerContext) -> pb.ClaimResponse:  # noqa: N802
-        self._store.check_owner(request.owner)
+        self._check(request.owner)
         return pb.ClaimResponse(consumers_left=self._store.claim(request.key, request.token))
 
     async def Fetch(self, request: pb.FetchRequest, context: rpc.ServicerContext) -> AsyncIterator[pb.FetchResponse]:  # noqa: N802
-        self._store.check_owner(request.owner)
+        self._check(request.owner)
         with self._store.read(request.key, request.token) as data:
             for offset in range(0, len(data), PIECE_BYTES):
                 yield pb.FetchResponse(data=bytes(data[offset : offset + PIECE_BYTES]), offset_bytes=offset)
@@ -119,7 +124,7 @@ async def running_peer(
         options=options,
     )
     server = await rpc.serve(
-        lambda server: pb_grpc.add_TransferServiceServicer_to_server(Transfer(peer.connectors), server),
+        lambda server: pb_grpc.add_TransferServiceServicer_to_server(Transfer(peer), server),
         ["omni.v1.TransferService"],
         host="127.0.0.1",
         port=0,

@@ -85,7 +85,7 @@ async def test_consumer_killed(kind: str, spawn: Spawn, producer: Peer) -> None:
     assert (await child.ask(op="get", handle=raw))["digest"] == digest(PAYLOAD)
     await child.kill()
     assert producer.store.stats().claims == 1
-    assert producer.store.forget_consumer("child") == 1
+    assert producer.store.release("k", handle.token, "child")
     assert (producer.connectors.usage().free_bytes, producer.connectors.usage().handles) == (free, 0)
     assert shared_memory_files() == set()
     handle = await producer.connectors.put(kind, "k", EDGE, 0, PAYLOAD)
