@@ -173,16 +173,6 @@ class ReplicaTable:
         if view is not None and view.epoch == epoch:
             self._set(key, dataclasses.replace(view, draining=True))
 
-    # -- questions --
-
-    def routable_counts(self, pipeline: str) -> dict[int, int]:
-        """Routable replicas of each stage of a known pipeline."""
-        counts = dict.fromkeys(self.pipelines[pipeline].stages, 0)
-        for (name, stage_id, _), view in self.replicas.items():
-            if name == pipeline and view.routable and stage_id in counts:
-                counts[stage_id] += 1
-        return counts
-
     def _set(self, key: ReplicaKey, new: ReplicaView | None) -> None:
         old = self.replicas.get(key)
         if new is None:

@@ -65,11 +65,6 @@ class Shutdown:
         """Return when a shutdown was asked for."""
         await self._event.wait()
 
-    @property
-    def requested(self) -> bool:
-        """True once a shutdown was asked for."""
-        return self._event.is_set()
-
     def _on_signal(self, sig: signal.Signals) -> None:
         if self._signal is not None:
             os._exit(128 + int(sig))

@@ -6,7 +6,6 @@ only translate, call and raise typed errors.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -197,15 +196,3 @@ async def serve(
         )
     await server.start()
     return RunningServer(server, bound, health_servicer, tuple(service_names))
-
-
-async def first_ready(channels: Sequence[grpc.aio.Channel], timeout_s: float) -> None:
-    """Wait until one of the channels is connected. Raises ``TimeoutError`` after ``timeout_s`` seconds."""
-    waits = [asyncio.ensure_future(c.channel_ready()) for c in channels]
-    try:
-        done, _ = await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if not done:
-            raise TimeoutError(f"no connection within {timeout_s:g} s")
-    finally:
-        for wait in waits:
-            wait.cancel()

@@ -8,7 +8,7 @@ import dataclasses
 import os
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 import grpc.aio
@@ -34,17 +34,6 @@ if TYPE_CHECKING:
     from omni.v1.registry_service_pb2_grpc import RegistryServiceAsyncStub
 
 _PAGE_SIZE = 500
-
-Request = TypeVar("Request", contravariant=True)
-Response = TypeVar("Response", covariant=True)
-
-
-class Unary(Protocol[Request, Response]):
-    """A unary method of an async stub."""
-
-    def __call__(self, request: Request, *, timeout: float | None = None) -> Any:
-        """Start the call."""
-        ...
 
 
 class ControlPlane:
@@ -135,7 +124,7 @@ async def gateway(settings: Settings) -> AsyncIterator[Gateway]:
 
 
 def request_id() -> str:
-    """A fresh id that makes one mutating call idempotent."""
+    """A fresh id for one mutating call, by which the services' logs name it."""
     return f"omnictl-{uuid.uuid4()}"
 
 

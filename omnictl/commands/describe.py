@@ -73,7 +73,7 @@ def describe_pipeline(plan: pipeline_pb2.Pipeline, replicas: list[types_pb2.Repl
         pairs = [
             ("Engine", stage.engine),
             ("Model", stage.model),
-            ("Replicas", f"{row.routable} routable, {len(replicas_of(row))} registered, {stage.num_replicas} planned"),
+            ("Replicas", f"{row.routable} routable, {len(row.replicas)} registered, {stage.num_replicas} planned"),
             ("Tensor parallel", str(stage.tensor_parallel_size)),
             ("Devices", ", ".join(stage.devices)),
             ("Output", stage.final_output_type if stage.final_output else "to other stages only"),
@@ -148,11 +148,6 @@ def describe_replica(replica: types_pb2.Replica, plan: pipeline_pb2.Pipeline, no
         ]
         parts.append("Connectors, best first:\n" + "\n".join(offers))
     return "\n".join(parts)
-
-
-def replicas_of(row: rows.StageRow) -> list[types_pb2.Replica]:
-    """The replicas of the row."""
-    return list(row.replicas)
 
 
 def _edge(edge: pipeline_pb2.Edge) -> str:

@@ -126,11 +126,3 @@ def test_pipelines_follow_snapshots_and_deltas() -> None:
     assert recorder.heard == ["+text", "+speech", "-speech", "-text"]
     assert made.pipelines == {}
     assert made.pipeline_revision == 5
-
-
-def test_routable_counts_has_every_stage() -> None:
-    made, _ = table()
-    made.apply_pipelines([text_pipeline()], [], snapshot=True, revision=1)
-    assert made.routable_counts("text") == {0: 0}
-    apply(made, replica(0, 5), replica(1, 6, cordoned=True))
-    assert made.routable_counts("text") == {0: 1}
