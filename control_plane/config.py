@@ -6,7 +6,7 @@ import dataclasses
 
 from control_plane.keys import Keys
 from control_plane.liveness import BASE_INTERVAL_S, MISSED_BEATS
-from omnicore.config import host_port, option, positive
+from omnicore.config import host_port, host_port_or_empty, option, positive
 
 EMBEDDED = "embedded"
 
@@ -25,11 +25,6 @@ def _endpoints(value: tuple[str, ...]) -> None:
 def _ttl(value: int) -> None:
     if not 2 <= value <= 3600:
         raise ValueError(f"must be 2 to 3600 seconds, got {value}")
-
-
-def _client_listen(value: str) -> None:
-    if value:
-        host_port(value)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +63,7 @@ class ControlPlaneConfig:
         "", help="directory that keeps the embedded etcd's store over restarts; empty: a temporary one"
     )
     etcd_client_listen: str = option(
-        "", help="loopback host:port of the embedded etcd, for etcdctl; empty: none", check=_client_listen
+        "", help="loopback host:port of the embedded etcd, for etcdctl; empty: none", check=host_port_or_empty
     )
     drain_s: float = option(1.0, help="seconds that running calls get at shutdown", check=positive)
     ready_file: str = option("", help="file to write once the registry is loaded: JSON with the address")

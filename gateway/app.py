@@ -80,7 +80,10 @@ class Gateway:
         self.watch.start()
         await self._http.start()
         await self._grpc.set_serving(True)
-        return {"http": _address(http_host, self._http.port), "grpc": _address(grpc_host, self._grpc.port)}
+        return {
+            "http": configuration.join_host_port(http_host, self._http.port),
+            "grpc": configuration.join_host_port(grpc_host, self._grpc.port),
+        }
 
     async def drain(self) -> None:
         """Say not ready, admit nothing new, let running requests end, up to the drain timeout."""
@@ -108,10 +111,6 @@ class Gateway:
         )
         inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server)
         router_service_pb2_grpc.add_RouterServiceServicer_to_server(RouterServicer(self.router, self.routes), server)
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 async def serve(config: GatewayConfig) -> int:

@@ -5,13 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from gateway.balancers import POLICIES
-from omnicore.config import host_port, host_ports, option, positive
+from omnicore.config import host_port, host_ports, not_negative, option, positive
 from omnicore.rpc import MAX_MESSAGE_BYTES
-
-
-def _not_negative(value: float) -> None:
-    if value < 0:
-        raise ValueError(f"must be 0 or more, got {value:g}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,24 +20,24 @@ class GatewayConfig:
     grpc: str = option("127.0.0.1:8001", help="gRPC address, host:port; port 0 takes any free one", check=host_port)
     balancing_policy: str = option("power-of-two", help="how a stage's replica is chosen", choices=POLICIES)
     route_wait_s: float = option(
-        10.0, help="how long a request waits for a routable replica, seconds", check=_not_negative
+        10.0, help="how long a request waits for a routable replica, seconds", check=not_negative
     )
     request_timeout_s: float = option(600.0, help="longest time a request may take, seconds", check=positive)
     retry_limit: int = option(
-        2, help="how often a request that failed before any output is begun again elsewhere", check=_not_negative
+        2, help="how often a request that failed before any output is begun again elsewhere", check=not_negative
     )
     max_inflight: int = option(4096, help="requests that may run at once", check=positive)
-    max_queued: int = option(1024, help="requests that may wait for that", check=_not_negative)
-    queue_timeout_s: float = option(10.0, help="longest wait for admission, seconds", check=_not_negative)
+    max_queued: int = option(1024, help="requests that may wait for that", check=not_negative)
+    queue_timeout_s: float = option(10.0, help="longest wait for admission, seconds", check=not_negative)
     max_body_bytes: int = option(MAX_MESSAGE_BYTES, help="largest HTTP request body", check=positive)
     stream_buffer_bytes: int = option(
         8 * 1024 * 1024, help="output that may wait for one slow client before its request fails", check=positive
     )
     keepalive_s: float = option(15.0, help="a silent event stream gets a comment this often, seconds", check=positive)
     drain_timeout_s: float = option(
-        30.0, help="how long running requests may go on after SIGTERM, seconds", check=_not_negative
+        30.0, help="how long running requests may go on after SIGTERM, seconds", check=not_negative
     )
-    kept_requests: int = option(1000, help="ended requests whose timeline is kept", check=_not_negative)
+    kept_requests: int = option(1000, help="ended requests whose timeline is kept", check=not_negative)
     ready_file: str = option("", help="write addresses here, as JSON, once serving")
     log_level: str = option("info", help="what to log", choices=("debug", "info", "warning", "error"))
     log_json: bool = option(False, help="log JSON lines")

@@ -48,11 +48,23 @@ def positive(value: float) -> None:
         raise ValueError(f"must be a number above 0, got {value:g}")
 
 
+def not_negative(value: float) -> None:
+    """Accept 0 and above."""
+    if not value >= 0:
+        raise ValueError(f"must be 0 or more, got {value:g}")
+
+
 def host_port(value: str) -> None:
     """Accept "host:port" with a port of 0 to 65535; 0 takes any free port."""
     host, separator, port = value.rpartition(":")
     if not separator or not host or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"must be host:port, got {value!r}")
+
+
+def host_port_or_empty(value: str) -> None:
+    """Accept what ``host_port`` does, and ""."""
+    if value:
+        host_port(value)
 
 
 def host_ports(value: Sequence[str]) -> None:
@@ -67,6 +79,11 @@ def split_host_port(value: str) -> tuple[str, int]:
     """ "host:port" in its two parts; IPv6 hosts without brackets."""
     host, _, port = value.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def join_host_port(host: str, port: int) -> str:
+    """ "host:port", with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def parse(

@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION_SERVICE_NAME
 
 from omnicore import errors
+from omnicore.config import join_host_port
 from omnicore.log import get_logger
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ async def serve(
     channelz.add_channelz_servicer(server)  # type: ignore[arg-type]
     names = (*service_names, HEALTH_SERVICE_NAME, _CHANNELZ_NAME, REFLECTION_SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    address = join_host_port(host, port)
     try:
         bound = (
             server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)

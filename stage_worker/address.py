@@ -6,8 +6,8 @@ import ipaddress
 import os
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 
+from connectors.pool import boot_id
 from omni.v1 import types_pb2
 from omnicore.config import split_host_port
 from omnicore.errors import InvalidRequestError, UnavailableError
@@ -55,17 +55,11 @@ def listen_and_advertised(listen: str, advertise: str, control_plane: Sequence[s
     return host, port, probe_address(control_plane[0]) if _is_wildcard(host) else host
 
 
-def endpoint(host: str, port: int) -> str:
-    """ "host:port", with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-
-
 def placement(devices: Sequence[str], topology_domain: str) -> types_pb2.Placement:
     """Where this process runs."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
     return types_pb2.Placement(
         host=socket.gethostname(),
-        boot_id=boot_id.read_text().strip() if boot_id.exists() else "",
+        boot_id=boot_id(),
         devices=devices,
         topology_domain=topology_domain,
         pid=os.getpid(),

@@ -5,19 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from connectors.shm import DEFAULT_POOL_BYTES
-from omnicore.config import host_port, host_ports, option, positive
+from omnicore.config import host_port_or_empty, host_ports, not_negative, option, positive
 from stage_worker.flows import OPEN_WAIT_S
 from stage_worker.links import CHUNK_TIMEOUT_S
-
-
-def _not_negative(value: float) -> None:
-    if not value >= 0:
-        raise ValueError(f"must be 0 or more, got {value:g}")
-
-
-def _optional_host_port(value: str) -> None:
-    if value:
-        host_port(value)
 
 
 def _named(value: str) -> None:
@@ -30,12 +20,12 @@ class StageWorkerConfig:
     """One replica of one stage: loads its engine, registers, serves gateways and peer workers."""
 
     pipeline: str = option(help="pipeline to serve a stage of", check=_named)
-    stage_id: int = option(help="stage to serve", check=_not_negative)
+    stage_id: int = option(help="stage to serve", check=not_negative)
     control_plane: tuple[str, ...] = option(help="control planes, host:port[,host:port]", check=host_ports)
     listen: str = option(
         "",
         help="host:port to serve on, port 0 takes any; empty: any port of the address that leads to the control plane",
-        check=_optional_host_port,
+        check=host_port_or_empty,
     )
     advertise: str = option(
         "", help="host that others reach this worker at; empty: found out", flags=("--omni-replica-address", "-ora")
@@ -45,7 +35,7 @@ class StageWorkerConfig:
     pool_bytes: int = option(
         DEFAULT_POOL_BYTES,
         help="shared memory for data to other stages; a stage without any takes none",
-        check=_not_negative,
+        check=not_negative,
     )
     startup_timeout_s: float = option(
         300.0, help="give up if the control plane, or the pipeline, is not there after this", check=positive
@@ -53,7 +43,7 @@ class StageWorkerConfig:
     engine_start_timeout_s: float = option(
         1800.0, help="give up if the engine has not started after this", check=positive, flags=("--stage-init-timeout",)
     )
-    drain_timeout_s: float = option(30.0, help="on a stop, running requests may take this long", check=_not_negative)
+    drain_timeout_s: float = option(30.0, help="on a stop, running requests may take this long", check=not_negative)
     chunk_timeout_s: float = option(
         CHUNK_TIMEOUT_S, help="longest silence of an upstream stage in a request", check=positive
     )

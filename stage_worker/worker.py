@@ -21,6 +21,7 @@ from omni.v1 import pipeline_pb2, stage_service_pb2_grpc, transfer_service_pb2_g
 from omni.v1 import registry_service_pb2 as registry_pb
 from omnicore import protocol, rpc
 from omnicore.clock import SYSTEM_CLOCK, Clock
+from omnicore.config import join_host_port
 from omnicore.errors import InternalError, OmniError, UnavailableError
 from omnicore.log import get_logger
 from stage_worker import address
@@ -129,8 +130,8 @@ class Worker:
         config = self._config
         host, port, advertised = address.listen_and_advertised(config.listen, config.advertise, config.control_plane)
         self._server = await rpc.serve(self._add_servicers, SERVICE_NAMES, host=host, port=port)
-        self.identity.endpoint = address.endpoint(advertised, self._server.port)
-        _log.info("listening", address=address.endpoint(host, self._server.port), advertised=self.identity.endpoint)
+        self.identity.endpoint = join_host_port(advertised, self._server.port)
+        _log.info("listening", address=join_host_port(host, self._server.port), advertised=self.identity.endpoint)
         self._own(self._sweep(), "sweep")
 
     async def join(self, deadline_s: float) -> None:

@@ -7,8 +7,9 @@ import socket
 import pytest
 
 from omni.v1 import types_pb2
+from omnicore.config import join_host_port
 from omnicore.errors import FailedPreconditionError, InternalError, InvalidRequestError, UnavailableError
-from stage_worker.address import endpoint, listen_and_advertised, probe_address
+from stage_worker.address import listen_and_advertised, probe_address
 from stage_worker.identity import Identity
 
 STAGE = types_pb2.StageRef(pipeline="p", stage_id=1)
@@ -76,5 +77,5 @@ def test_probing_sends_nothing() -> None:
 
 
 def test_endpoints() -> None:
-    assert endpoint("10.0.0.1", 5) == "10.0.0.1:5"
-    assert endpoint("fe80::1", 5) == "[fe80::1]:5"
+    assert join_host_port("10.0.0.1", 5) == "10.0.0.1:5"
+    assert join_host_port("fe80::1", 5) == "[fe80::1]:5"
