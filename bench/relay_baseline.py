@@ -3,7 +3,7 @@
 The same HTTP stack as the real one (uvicorn, uvloop, httptools, a bare ASGI app), but one gRPC call per request
 (``StageService.Execute``) instead of one session per replica. Nothing else: no routing, no validation, no metrics.
 
-    python -m bench.relay_baseline PORT_FILE WORKER_ADDRESS
+    python -m bench.relay_baseline WORKER_ADDRESS --ready-file FILE
 """
 
 from __future__ import annotations

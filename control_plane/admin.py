@@ -46,16 +46,25 @@ class Admin:
         self._records = records
         self._keys = table.keys
 
-    async def cordon(self, ref: types_pb2.ReplicaRef, reason: str) -> Written:
+    async def cordon(self, request: pb.CordonReplicaRequest) -> Written:
         """Take a replica out of routing."""
-        written = await self._set_cordon(ref, reason, cordoned=True)
-        _log.info("replica cordoned", replica=validate.replica_key(ref), reason=validate.shown(reason, 200))
+        written = await self._set_cordon(request.replica, request.reason, cordoned=True)
+        _log.info(
+            "replica cordoned",
+            replica=validate.replica_key(request.replica),
+            reason=validate.shown(request.reason, 200),
+            request_id=validate.shown(request.request_id),
+        )
         return written
 
-    async def uncordon(self, ref: types_pb2.ReplicaRef) -> Written:
+    async def uncordon(self, request: pb.UncordonReplicaRequest) -> Written:
         """Put it back."""
-        written = await self._set_cordon(ref, "", cordoned=False)
-        _log.info("replica uncordoned", replica=validate.replica_key(ref))
+        written = await self._set_cordon(request.replica, "", cordoned=False)
+        _log.info(
+            "replica uncordoned",
+            replica=validate.replica_key(request.replica),
+            request_id=validate.shown(request.request_id),
+        )
         return written
 
     async def drain(self, request: pb.DrainReplicaRequest) -> Written:
@@ -73,15 +82,20 @@ class Admin:
             target = await self._target(request.replica)
             written = await self._records.update(target.key, target.epoch, mutate)
             if written is not None:
-                _log.info("replica drains", replica=target.key, reason=validate.shown(request.reason, 200))
+                _log.info(
+                    "replica drains",
+                    replica=target.key,
+                    reason=validate.shown(request.reason, 200),
+                    request_id=validate.shown(request.request_id),
+                )
                 return await self._seen(written)
         raise _contended(request.replica)
 
-    async def evict(self, ref: types_pb2.ReplicaRef, reason: str) -> int:
+    async def evict(self, request: pb.EvictReplicaRequest) -> int:
         """Remove a claim now and keep its instance away. Returns the revision at which it was gone."""
-        target = await self._target(ref)
+        target = await self._target(request.replica)
         uuid = target.replica.instance_uuid
-        note = codec.encode_note(replica=str(target.key), epoch=str(target.epoch), reason=reason[:1000])
+        note = codec.encode_note(replica=str(target.key), epoch=str(target.epoch), reason=request.reason[:1000])
         lease = await self._client.grant_lease(EVICTION_S)
         revision = await self._records.end(
             target.key,
@@ -89,7 +103,13 @@ class Admin:
             uuid,
             [op_put(self._keys.eviction(uuid), note, lease.lease_id), op_delete(self._keys.cordon(uuid))],
         )
-        _log.info("replica evicted", replica=target.key, epoch=target.epoch, reason=validate.shown(reason, 200))
+        _log.info(
+            "replica evicted",
+            replica=target.key,
+            epoch=target.epoch,
+            reason=validate.shown(request.reason, 200),
+            request_id=validate.shown(request.request_id),
+        )
         try:
             await self._client.revoke_lease(target.lease_id)
         except OmniError as error:

@@ -40,7 +40,14 @@ async def collective_rpc(table: Table, request: pb.CollectiveRpcRequest) -> pb.C
             return await _control(row, request, timeout_s)
 
     method = types_pb2.ControlMethod.Name(request.method)
-    _log.info("collective call", pipeline=pipeline.name, stages=sorted(stage_ids), method=method, replicas=len(rows))
+    _log.info(
+        "collective call",
+        pipeline=pipeline.name,
+        stages=sorted(stage_ids),
+        method=method,
+        replicas=len(rows),
+        request_id=validate.shown(request.request_id),
+    )
     results = await asyncio.gather(*(limited(row) for row in rows))
     return pb.CollectiveRpcResponse(results=results, revision=revision)
 

@@ -25,7 +25,6 @@ from omnicore.log import get_logger
 
 _log = get_logger(__name__)
 
-MAX_DEPLOY_BYTES: Final = 1024 * 1024
 _DEFAULT_PAGE_SIZE: Final = 100
 _MAX_CONFLICTS: Final = 16
 
@@ -50,7 +49,7 @@ class Pipelines:
 
     async def apply(self, request: pb.ApplyPipelineRequest) -> Applied:
         """Plan a deploy file and store the plan, unless it is in force already. Raises ``InvalidRequestError``."""
-        _check_size(request)
+        _check_request(request)
         # A file of a megabyte takes a while to read; beats must not wait for it.
         result = await asyncio.to_thread(
             plan_pipeline, request.deploy_yaml, name=request.name, engine=request.engine, platform=request.platform
@@ -78,7 +77,13 @@ class Pipelines:
             except WriteOutcomeUnknown:
                 continue  # if it was applied, the next round finds it in force
             if written.succeeded:
-                _log.info("pipeline applied", pipeline=plan.name, generation=plan.generation, stages=len(plan.stages))
+                _log.info(
+                    "pipeline applied",
+                    pipeline=plan.name,
+                    generation=plan.generation,
+                    stages=len(plan.stages),
+                    request_id=validate.shown(request.request_id),
+                )
                 await self._table.wait_revision(written.revision)
                 return Applied(plan, changed=True, warnings=warnings, revision=written.revision)
         raise ConflictError(
@@ -104,8 +109,9 @@ class Pipelines:
         rest = [pipeline for pipeline in self._table.pipelines() if (pipeline.name,) > after]
         return rest[:wanted], paging.encode_token(rest[wanted - 1].name) if len(rest) > wanted else ""
 
-    async def delete(self, name: str) -> int:
+    async def delete(self, request: pb.DeletePipelineRequest) -> int:
         """Remove a plan and return the revision. Its replicas are told to drain by their next beats."""
+        name = request.name
         _check_name(name)
         self._table.require_loaded()
         path = self._keys.pipeline(name)
@@ -122,7 +128,7 @@ class Pipelines:
                 repeated = True
                 continue
             if result.succeeded:
-                _log.info("pipeline deleted", pipeline=name)
+                _log.info("pipeline deleted", pipeline=name, request_id=validate.shown(request.request_id))
                 await self._table.wait_revision(result.revision)
                 return result.revision
 
@@ -135,12 +141,10 @@ def _check_name(name: str) -> None:
         raise InvalidRequestError.field("name", f"must be {NAME_RULE}, got {validate.shown(name)}")
 
 
-def _check_size(request: pb.ApplyPipelineRequest) -> None:
+def _check_request(request: pb.ApplyPipelineRequest) -> None:
     faults = validate.Faults()
     if not request.deploy_yaml.strip():
         faults.add("deploy_yaml", "required: the text of a deploy file")
-    elif len(request.deploy_yaml) > MAX_DEPLOY_BYTES:
-        faults.add("deploy_yaml", f"at most {MAX_DEPLOY_BYTES} bytes, got {len(request.deploy_yaml)}")
     for field in ("name", "engine", "platform"):
         if len(value := getattr(request, field)) > MAX_NAME_LENGTH:
             faults.add(field, f"at most {MAX_NAME_LENGTH} characters, got {len(value)}")

@@ -155,7 +155,7 @@ class PipelineServicer(pipeline_service_pb2_grpc.PipelineServiceServicer):
         self, request: pipeline_service_pb2.DeletePipelineRequest, context: ServicerContext
     ) -> pipeline_service_pb2.DeletePipelineResponse:
         """Remove a plan."""
-        return pipeline_service_pb2.DeletePipelineResponse(revision=await self._pipelines.delete(request.name))
+        return pipeline_service_pb2.DeletePipelineResponse(revision=await self._pipelines.delete(request))
 
     async def WatchPipelines(  # type: ignore[override]  # frames are bytes: see add_servicers  # noqa: N802
         self, request: pipeline_service_pb2.WatchPipelinesRequest, context: ServicerContext
@@ -179,7 +179,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
     ) -> admin_service_pb2.CordonReplicaResponse:
         """Out of routing."""
         admin.check_ref(request.replica, present=request.HasField("replica"))
-        written = await self._verbs.cordon(request.replica, request.reason)
+        written = await self._verbs.cordon(request)
         return admin_service_pb2.CordonReplicaResponse(replica=written.replica, revision=written.revision)
 
     async def UncordonReplica(  # noqa: N802
@@ -187,7 +187,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
     ) -> admin_service_pb2.UncordonReplicaResponse:
         """Back in."""
         admin.check_ref(request.replica, present=request.HasField("replica"))
-        written = await self._verbs.uncordon(request.replica)
+        written = await self._verbs.uncordon(request)
         return admin_service_pb2.UncordonReplicaResponse(replica=written.replica, revision=written.revision)
 
     async def DrainReplica(  # noqa: N802
@@ -203,7 +203,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
     ) -> admin_service_pb2.EvictReplicaResponse:
         """Leave now."""
         admin.check_ref(request.replica, present=request.HasField("replica"))
-        revision = await self._verbs.evict(request.replica, request.reason)
+        revision = await self._verbs.evict(request)
         return admin_service_pb2.EvictReplicaResponse(revision=revision)
 
     async def SetBalancingPolicy(  # noqa: N802
@@ -211,7 +211,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
     ) -> admin_service_pb2.SetBalancingPolicyResponse:
         """Refused: nothing would carry it to the gateways, and storing it would only look like success."""
         raise UnimplementedError(
-            "policies cannot be changed at run time yet: start gateways with --policy",
+            "policies cannot be changed at run time yet: start gateways with --balancing-policy",
             reason="POLICY_UNIMPLEMENTED",
         )
 

@@ -62,16 +62,18 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     async def ListModels(  # noqa: N802 -- the proto's name
         self, request: inference_service_pb2.ListModelsRequest, context: rpc.ServicerContext
     ) -> inference_service_pb2.ListModelsResponse:
-        """Every pipeline that can serve now."""
+        """Every pipeline, ready or not."""
         ready = self._router.ready_pipelines()
         pipelines = self._router.table.pipelines
         return inference_service_pb2.ListModelsResponse(
             models=[
                 inference_service_pb2.Model(
-                    id=name, tasks=pipelines[name].tasks, modalities=pipelines[name].modalities(), ready=True
+                    id=name,
+                    tasks=pipelines[name].tasks,
+                    modalities=pipelines[name].modalities(),
+                    ready=ready[name],
                 )
                 for name in sorted(ready)
-                if ready[name]
             ]
         )
 

@@ -9,11 +9,14 @@ from connectors.handles import HandleStore
 from omni.v1 import transfer_service_pb2 as pb
 from omni.v1 import transfer_service_pb2_grpc as pb_grpc
 from omnicore.errors import InvalidRequestError
+from omnicore.log import get_logger
 from omnicore.rpc import ServicerContext
 from stage_worker.flows import FlowTable
 from stage_worker.frames import FrameWriter
-from stage_worker.identity import Identity
+from stage_worker.identity import Identity, replica_name
 from stage_worker.rpc_end import on_done
+
+_log = get_logger(__name__)
 
 PIECE_BYTES = 1024 * 1024
 """Of Fetch: the most that the proto allows."""
@@ -76,12 +79,14 @@ class TransferServicer(pb_grpc.TransferServiceServicer):
             first = await anext(request_iterator)
         except StopAsyncIteration:
             raise InvalidRequestError.field("owner", "required in the first message") from None
-        self._identity.check(first.owner)
+        await self._identity.check_settled(first.owner)
         subscription = _Subscription()
         self._subscriptions.add(subscription)
         on_done(context, lambda: self._drop(subscription))
         self._take(first, subscription)
-        reader = asyncio.create_task(self._read(request_iterator, subscription), name="subscription")
+        consumer = replica_name(first.consumer)
+        _log.debug("subscribed", consumer=consumer)
+        reader = asyncio.create_task(self._read(request_iterator, subscription), name=f"subscription-{consumer}")
         reader.add_done_callback(lambda _: subscription.writer.close())
         try:
             async for frame in subscription.writer.frames():

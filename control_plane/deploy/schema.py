@@ -163,7 +163,9 @@ EDGE_KEYS: Final[dict[str, Key]] = {
     "window_size": Key(
         Int(1, INT32_MAX, also=(-1,)), "chunks of a request not yet acknowledged; -1: no limit", "16 (async), -1"
     ),
-    "max_inflight": Key(Int(1, INT32_MAX), "requests with data in flight, per producer replica", "no limit"),
+    "max_inflight": Key(
+        Int(1, INT32_MAX), "requests with data in flight, per producer replica; not enforced yet", "no limit"
+    ),
     "chunk_by": Key(Choice(CHUNK_BY), "how text is cut for this edge", "see Completion"),
 }
 

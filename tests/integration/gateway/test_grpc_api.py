@@ -142,8 +142,9 @@ async def test_abort_by_id(stand: Stand, inference: inference_service_pb2_grpc.I
 async def test_models(stand: Stand, inference: inference_service_pb2_grpc.InferenceServiceAsyncStub) -> None:
     await stand.cluster.add("text", 0, tokens(1))
     await stand.ready("text")
-    (model,) = (await inference.ListModels(inference_service_pb2.ListModelsRequest())).models
+    speech, model = (await inference.ListModels(inference_service_pb2.ListModelsRequest())).models
     assert (model.id, list(model.tasks), list(model.modalities), model.ready) == ("text", ["chat"], ["text"], True)
+    assert (speech.id, speech.ready) == ("speech", False), "listed, though none of its stages has a replica"
 
 
 async def test_route_binds_until_release(stand: Stand, router: router_service_pb2_grpc.RouterServiceAsyncStub) -> None:

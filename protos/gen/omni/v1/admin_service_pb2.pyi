@@ -32,9 +32,9 @@ class CordonReplicaRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """For idempotent retries; any unique text."""
+    """Any unique text: names the call in the control plane's log."""
     reason: _builtins.str
-    """For people: shown in events and logs."""
+    """For people: kept beside the record or shown in the log."""
     @_builtins.property
     def replica(self) -> _types_pb2.ReplicaRef:
         """Epoch 0 means: whoever holds the id now."""
@@ -91,7 +91,7 @@ class UncordonReplicaRequest(_message.Message):
     REPLICA_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """For idempotent retries; any unique text."""
+    """Any unique text: names the call in the control plane's log."""
     @_builtins.property
     def replica(self) -> _types_pb2.ReplicaRef:
         """Epoch 0 means: whoever holds the id now."""
@@ -149,16 +149,16 @@ class DrainReplicaRequest(_message.Message):
     DEADLINE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """For idempotent retries; any unique text."""
+    """Any unique text: names the call in the control plane's log."""
     reason: _builtins.str
-    """For people: shown in events and logs."""
+    """For people: kept beside the record or shown in the log."""
     @_builtins.property
     def replica(self) -> _types_pb2.ReplicaRef:
         """Epoch 0 means: whoever holds the id now."""
 
     @_builtins.property
     def deadline(self) -> _duration_pb2.Duration:
-        """In-flight requests may take this long; unset takes the worker's own limit."""
+        """In-flight requests may take this long; unset takes the worker's own limit. UNIMPLEMENTED if set, so far."""
 
     def __init__(
         self,
@@ -214,9 +214,9 @@ class EvictReplicaRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """For idempotent retries; any unique text."""
+    """Any unique text: names the call in the control plane's log."""
     reason: _builtins.str
-    """For people: shown in events and logs."""
+    """For people: kept beside the record or shown in the log."""
     @_builtins.property
     def replica(self) -> _types_pb2.ReplicaRef:
         """Epoch 0 means: whoever holds the id now."""
@@ -270,7 +270,7 @@ class SetBalancingPolicyRequest(_message.Message):
     policy: _builtins.str
     """"power-of-two", "round-robin", …"""
     request_id: _builtins.str
-    """For idempotent retries; any unique text."""
+    """Any unique text: names the call in the control plane's log."""
     @_builtins.property
     def stage(self) -> _types_pb2.StageRef:
         """Required."""
@@ -329,7 +329,7 @@ class CollectiveRpcRequest(_message.Message):
     method: _types_pb2.ControlMethod.ValueType
     """What to do."""
     request_id: _builtins.str
-    """For idempotent retries; any unique text."""
+    """Any unique text: names the call in the control plane's log."""
     @_builtins.property
     def stage_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Logical stage ids; empty means every stage."""
@@ -340,7 +340,7 @@ class CollectiveRpcRequest(_message.Message):
 
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
-        """Per replica; default 30 s."""
+        """Per replica; default 30 s, at most 10 min."""
 
     def __init__(
         self,

@@ -27,7 +27,9 @@ if _version_not_supported:
 
 class AdminServiceStub:
     """AdminService is for operators: it changes what replicas may do, and asks engines to do things that are not
-    requests. Every verb names replicas by claim or by logical stage id, never by position.
+    requests. Every verb names replicas by claim or by logical stage id, never by position. Where `replica.epoch` is set,
+    a verb fails with ABORTED if another instance holds the id now. All but GetClusterStatus fail with UNAVAILABLE while
+    the store cannot be reached.
     """
 
     def __init__(self, channel):
@@ -75,12 +77,14 @@ class AdminServiceStub:
 
 class AdminServiceServicer:
     """AdminService is for operators: it changes what replicas may do, and asks engines to do things that are not
-    requests. Every verb names replicas by claim or by logical stage id, never by position.
+    requests. Every verb names replicas by claim or by logical stage id, never by position. Where `replica.epoch` is set,
+    a verb fails with ABORTED if another instance holds the id now. All but GetClusterStatus fail with UNAVAILABLE while
+    the store cannot be reached.
     """
 
     def CordonReplica(self, request, context):
         """CordonReplica takes a replica out of routing; what runs on it goes on. Idempotent. NOT_FOUND if there
-        is no such replica; ABORTED if `replica.epoch` is set and another instance holds the id now.
+        is no such replica.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -95,22 +99,23 @@ class AdminServiceServicer:
 
     def DrainReplica(self, request, context):
         """DrainReplica makes a replica finish what it has, take nothing new, then deregister and exit. It returns
-        once the replica is marked, not once it is gone. FAILED_PRECONDITION if its state forbids draining.
+        once the replica is marked, not once it is gone. Idempotent; errors as for CordonReplica.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def EvictReplica(self, request, context):
-        """EvictReplica removes the claim now; the worker is told to stop. Requests on it fail or are replayed.
+        """EvictReplica removes the claim now; the worker is told to stop, and its instance cannot register again. Requests
+        on it fail, or begin anew elsewhere. Errors as for CordonReplica, so a repeat finds NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetBalancingPolicy(self, request, context):
-        """SetBalancingPolicy changes how gateways choose among the replicas of a stage, at run time.
-        INVALID_ARGUMENT for an unknown policy, with the known ones.
+        """SetBalancingPolicy changes how gateways choose among the replicas of a stage, at run time. UNIMPLEMENTED so far:
+        gateways take their policy from a flag.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -118,14 +123,15 @@ class AdminServiceServicer:
 
     def CollectiveRpc(self, request, context):
         """CollectiveRpc runs one engine method on every replica of the given logical stages, in parallel. The whole
-        call is validated before any effect: one unknown stage id refuses all of it. Answers per replica.
+        call is validated before any effect: one unknown stage id refuses all of it with NOT_FOUND, a wrong method or
+        timeout with INVALID_ARGUMENT. Answers per replica.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetClusterStatus(self, request, context):
-        """GetClusterStatus summarises the cluster for people and probes.
+        """GetClusterStatus summarises the cluster for people and probes, from the last known view while the store is away.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -179,7 +185,9 @@ def add_AdminServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
     """AdminService is for operators: it changes what replicas may do, and asks engines to do things that are not
-    requests. Every verb names replicas by claim or by logical stage id, never by position.
+    requests. Every verb names replicas by claim or by logical stage id, never by position. Where `replica.epoch` is set,
+    a verb fails with ABORTED if another instance holds the id now. All but GetClusterStatus fail with UNAVAILABLE while
+    the store cannot be reached.
     """
 
     @staticmethod

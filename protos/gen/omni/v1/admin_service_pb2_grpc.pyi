@@ -28,7 +28,9 @@ GRPC_VERSION: str
 
 class AdminServiceStub:
     """AdminService is for operators: it changes what replicas may do, and asks engines to do things that are not
-    requests. Every verb names replicas by claim or by logical stage id, never by position.
+    requests. Every verb names replicas by claim or by logical stage id, never by position. Where `replica.epoch` is set,
+    a verb fails with ABORTED if another instance holds the id now. All but GetClusterStatus fail with UNAVAILABLE while
+    the store cannot be reached.
     """
 
     @_typing.overload
@@ -37,60 +39,70 @@ class AdminServiceStub:
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     CordonReplica: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.CordonReplicaRequest, _admin_service_pb2.CordonReplicaResponse]
     """CordonReplica takes a replica out of routing; what runs on it goes on. Idempotent. NOT_FOUND if there
-    is no such replica; ABORTED if `replica.epoch` is set and another instance holds the id now.
+    is no such replica.
     """
     UncordonReplica: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.UncordonReplicaRequest, _admin_service_pb2.UncordonReplicaResponse]
     """UncordonReplica puts it back. Idempotent; errors as for CordonReplica."""
     DrainReplica: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.DrainReplicaRequest, _admin_service_pb2.DrainReplicaResponse]
     """DrainReplica makes a replica finish what it has, take nothing new, then deregister and exit. It returns
-    once the replica is marked, not once it is gone. FAILED_PRECONDITION if its state forbids draining.
+    once the replica is marked, not once it is gone. Idempotent; errors as for CordonReplica.
     """
     EvictReplica: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.EvictReplicaRequest, _admin_service_pb2.EvictReplicaResponse]
-    """EvictReplica removes the claim now; the worker is told to stop. Requests on it fail or are replayed."""
+    """EvictReplica removes the claim now; the worker is told to stop, and its instance cannot register again. Requests
+    on it fail, or begin anew elsewhere. Errors as for CordonReplica, so a repeat finds NOT_FOUND.
+    """
     SetBalancingPolicy: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.SetBalancingPolicyRequest, _admin_service_pb2.SetBalancingPolicyResponse]
-    """SetBalancingPolicy changes how gateways choose among the replicas of a stage, at run time.
-    INVALID_ARGUMENT for an unknown policy, with the known ones.
+    """SetBalancingPolicy changes how gateways choose among the replicas of a stage, at run time. UNIMPLEMENTED so far:
+    gateways take their policy from a flag.
     """
     CollectiveRpc: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.CollectiveRpcRequest, _admin_service_pb2.CollectiveRpcResponse]
     """CollectiveRpc runs one engine method on every replica of the given logical stages, in parallel. The whole
-    call is validated before any effect: one unknown stage id refuses all of it. Answers per replica.
+    call is validated before any effect: one unknown stage id refuses all of it with NOT_FOUND, a wrong method or
+    timeout with INVALID_ARGUMENT. Answers per replica.
     """
     GetClusterStatus: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.GetClusterStatusRequest, _admin_service_pb2.GetClusterStatusResponse]
-    """GetClusterStatus summarises the cluster for people and probes."""
+    """GetClusterStatus summarises the cluster for people and probes, from the last known view while the store is away."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
     """AdminService is for operators: it changes what replicas may do, and asks engines to do things that are not
-    requests. Every verb names replicas by claim or by logical stage id, never by position.
+    requests. Every verb names replicas by claim or by logical stage id, never by position. Where `replica.epoch` is set,
+    a verb fails with ABORTED if another instance holds the id now. All but GetClusterStatus fail with UNAVAILABLE while
+    the store cannot be reached.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CordonReplica: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.CordonReplicaRequest, _admin_service_pb2.CordonReplicaResponse]  # type: ignore[assignment]
     """CordonReplica takes a replica out of routing; what runs on it goes on. Idempotent. NOT_FOUND if there
-    is no such replica; ABORTED if `replica.epoch` is set and another instance holds the id now.
+    is no such replica.
     """
     UncordonReplica: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.UncordonReplicaRequest, _admin_service_pb2.UncordonReplicaResponse]  # type: ignore[assignment]
     """UncordonReplica puts it back. Idempotent; errors as for CordonReplica."""
     DrainReplica: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.DrainReplicaRequest, _admin_service_pb2.DrainReplicaResponse]  # type: ignore[assignment]
     """DrainReplica makes a replica finish what it has, take nothing new, then deregister and exit. It returns
-    once the replica is marked, not once it is gone. FAILED_PRECONDITION if its state forbids draining.
+    once the replica is marked, not once it is gone. Idempotent; errors as for CordonReplica.
     """
     EvictReplica: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.EvictReplicaRequest, _admin_service_pb2.EvictReplicaResponse]  # type: ignore[assignment]
-    """EvictReplica removes the claim now; the worker is told to stop. Requests on it fail or are replayed."""
+    """EvictReplica removes the claim now; the worker is told to stop, and its instance cannot register again. Requests
+    on it fail, or begin anew elsewhere. Errors as for CordonReplica, so a repeat finds NOT_FOUND.
+    """
     SetBalancingPolicy: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.SetBalancingPolicyRequest, _admin_service_pb2.SetBalancingPolicyResponse]  # type: ignore[assignment]
-    """SetBalancingPolicy changes how gateways choose among the replicas of a stage, at run time.
-    INVALID_ARGUMENT for an unknown policy, with the known ones.
+    """SetBalancingPolicy changes how gateways choose among the replicas of a stage, at run time. UNIMPLEMENTED so far:
+    gateways take their policy from a flag.
     """
     CollectiveRpc: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.CollectiveRpcRequest, _admin_service_pb2.CollectiveRpcResponse]  # type: ignore[assignment]
     """CollectiveRpc runs one engine method on every replica of the given logical stages, in parallel. The whole
-    call is validated before any effect: one unknown stage id refuses all of it. Answers per replica.
+    call is validated before any effect: one unknown stage id refuses all of it with NOT_FOUND, a wrong method or
+    timeout with INVALID_ARGUMENT. Answers per replica.
     """
     GetClusterStatus: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.GetClusterStatusRequest, _admin_service_pb2.GetClusterStatusResponse]  # type: ignore[assignment]
-    """GetClusterStatus summarises the cluster for people and probes."""
+    """GetClusterStatus summarises the cluster for people and probes, from the last known view while the store is away."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """AdminService is for operators: it changes what replicas may do, and asks engines to do things that are not
-    requests. Every verb names replicas by claim or by logical stage id, never by position.
+    requests. Every verb names replicas by claim or by logical stage id, never by position. Where `replica.epoch` is set,
+    a verb fails with ABORTED if another instance holds the id now. All but GetClusterStatus fail with UNAVAILABLE while
+    the store cannot be reached.
     """
 
     @_abc_1.abstractmethod
@@ -100,7 +112,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.CordonReplicaResponse, _abc.Awaitable[_admin_service_pb2.CordonReplicaResponse]]:
         """CordonReplica takes a replica out of routing; what runs on it goes on. Idempotent. NOT_FOUND if there
-        is no such replica; ABORTED if `replica.epoch` is set and another instance holds the id now.
+        is no such replica.
         """
 
     @_abc_1.abstractmethod
@@ -118,7 +130,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.DrainReplicaResponse, _abc.Awaitable[_admin_service_pb2.DrainReplicaResponse]]:
         """DrainReplica makes a replica finish what it has, take nothing new, then deregister and exit. It returns
-        once the replica is marked, not once it is gone. FAILED_PRECONDITION if its state forbids draining.
+        once the replica is marked, not once it is gone. Idempotent; errors as for CordonReplica.
         """
 
     @_abc_1.abstractmethod
@@ -127,7 +139,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_service_pb2.EvictReplicaRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.EvictReplicaResponse, _abc.Awaitable[_admin_service_pb2.EvictReplicaResponse]]:
-        """EvictReplica removes the claim now; the worker is told to stop. Requests on it fail or are replayed."""
+        """EvictReplica removes the claim now; the worker is told to stop, and its instance cannot register again. Requests
+        on it fail, or begin anew elsewhere. Errors as for CordonReplica, so a repeat finds NOT_FOUND.
+        """
 
     @_abc_1.abstractmethod
     def SetBalancingPolicy(
@@ -135,8 +149,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_service_pb2.SetBalancingPolicyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.SetBalancingPolicyResponse, _abc.Awaitable[_admin_service_pb2.SetBalancingPolicyResponse]]:
-        """SetBalancingPolicy changes how gateways choose among the replicas of a stage, at run time.
-        INVALID_ARGUMENT for an unknown policy, with the known ones.
+        """SetBalancingPolicy changes how gateways choose among the replicas of a stage, at run time. UNIMPLEMENTED so far:
+        gateways take their policy from a flag.
         """
 
     @_abc_1.abstractmethod
@@ -146,7 +160,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.CollectiveRpcResponse, _abc.Awaitable[_admin_service_pb2.CollectiveRpcResponse]]:
         """CollectiveRpc runs one engine method on every replica of the given logical stages, in parallel. The whole
-        call is validated before any effect: one unknown stage id refuses all of it. Answers per replica.
+        call is validated before any effect: one unknown stage id refuses all of it with NOT_FOUND, a wrong method or
+        timeout with INVALID_ARGUMENT. Answers per replica.
         """
 
     @_abc_1.abstractmethod
@@ -155,6 +170,6 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_service_pb2.GetClusterStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.GetClusterStatusResponse, _abc.Awaitable[_admin_service_pb2.GetClusterStatusResponse]]:
-        """GetClusterStatus summarises the cluster for people and probes."""
+        """GetClusterStatus summarises the cluster for people and probes, from the last known view while the store is away."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -67,9 +67,11 @@ class InferenceServiceServicer:
         """Generate runs one request and streams its output as it comes. Fails with
         NOT_FOUND          unknown model;
         INVALID_ARGUMENT   bad field, or a modality that the pipeline does not have (with those it has);
-        UNAVAILABLE        no replica for a stage, or one was lost after output had been sent;
-        RESOURCE_EXHAUSTED over a limit (google.rpc.RetryInfo says when to come back);
-        DEADLINE_EXCEEDED  `timeout` passed.
+        ALREADY_EXISTS     a request of this `request_id` is running here;
+        UNAVAILABLE        no replica for a stage, one was lost after output had been sent, or the gateway stops;
+        RESOURCE_EXHAUSTED over a limit (google.rpc.RetryInfo says when to come back), or the client reads too slowly;
+        DEADLINE_EXCEEDED  `timeout` passed;
+        CANCELLED          somebody ended it through Abort.
         Cancelling the call aborts the request on every replica.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -84,7 +86,7 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """ListModels lists the pipelines that can serve now, with what they can do.
+        """ListModels lists every pipeline, with what it can do and whether it can serve now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

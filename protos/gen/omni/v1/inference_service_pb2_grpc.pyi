@@ -39,15 +39,17 @@ class InferenceServiceStub:
     """Generate runs one request and streams its output as it comes. Fails with
       NOT_FOUND          unknown model;
       INVALID_ARGUMENT   bad field, or a modality that the pipeline does not have (with those it has);
-      UNAVAILABLE        no replica for a stage, or one was lost after output had been sent;
-      RESOURCE_EXHAUSTED over a limit (google.rpc.RetryInfo says when to come back);
-      DEADLINE_EXCEEDED  `timeout` passed.
+      ALREADY_EXISTS     a request of this `request_id` is running here;
+      UNAVAILABLE        no replica for a stage, one was lost after output had been sent, or the gateway stops;
+      RESOURCE_EXHAUSTED over a limit (google.rpc.RetryInfo says when to come back), or the client reads too slowly;
+      DEADLINE_EXCEEDED  `timeout` passed;
+      CANCELLED          somebody ended it through Abort.
     Cancelling the call aborts the request on every replica.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.InferenceServiceAbortRequest, _inference_service_pb2.InferenceServiceAbortResponse]
     """Abort ends a running request of any client on this gateway. Unknown requests are not an error."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.ListModelsRequest, _inference_service_pb2.ListModelsResponse]
-    """ListModels lists the pipelines that can serve now, with what they can do."""
+    """ListModels lists every pipeline, with what it can do and whether it can serve now."""
     GetRequest: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.GetRequestRequest, _inference_service_pb2.GetRequestResponse]
     """GetRequest tells where a request is or was: the replicas that served it and when. Finished requests are
     kept for a while; NOT_FOUND afterwards.
@@ -64,15 +66,17 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Generate runs one request and streams its output as it comes. Fails with
       NOT_FOUND          unknown model;
       INVALID_ARGUMENT   bad field, or a modality that the pipeline does not have (with those it has);
-      UNAVAILABLE        no replica for a stage, or one was lost after output had been sent;
-      RESOURCE_EXHAUSTED over a limit (google.rpc.RetryInfo says when to come back);
-      DEADLINE_EXCEEDED  `timeout` passed.
+      ALREADY_EXISTS     a request of this `request_id` is running here;
+      UNAVAILABLE        no replica for a stage, one was lost after output had been sent, or the gateway stops;
+      RESOURCE_EXHAUSTED over a limit (google.rpc.RetryInfo says when to come back), or the client reads too slowly;
+      DEADLINE_EXCEEDED  `timeout` passed;
+      CANCELLED          somebody ended it through Abort.
     Cancelling the call aborts the request on every replica.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.InferenceServiceAbortRequest, _inference_service_pb2.InferenceServiceAbortResponse]  # type: ignore[assignment]
     """Abort ends a running request of any client on this gateway. Unknown requests are not an error."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.ListModelsRequest, _inference_service_pb2.ListModelsResponse]  # type: ignore[assignment]
-    """ListModels lists the pipelines that can serve now, with what they can do."""
+    """ListModels lists every pipeline, with what it can do and whether it can serve now."""
     GetRequest: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.GetRequestRequest, _inference_service_pb2.GetRequestResponse]  # type: ignore[assignment]
     """GetRequest tells where a request is or was: the replicas that served it and when. Finished requests are
     kept for a while; NOT_FOUND afterwards.
@@ -92,9 +96,11 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         """Generate runs one request and streams its output as it comes. Fails with
           NOT_FOUND          unknown model;
           INVALID_ARGUMENT   bad field, or a modality that the pipeline does not have (with those it has);
-          UNAVAILABLE        no replica for a stage, or one was lost after output had been sent;
-          RESOURCE_EXHAUSTED over a limit (google.rpc.RetryInfo says when to come back);
-          DEADLINE_EXCEEDED  `timeout` passed.
+          ALREADY_EXISTS     a request of this `request_id` is running here;
+          UNAVAILABLE        no replica for a stage, one was lost after output had been sent, or the gateway stops;
+          RESOURCE_EXHAUSTED over a limit (google.rpc.RetryInfo says when to come back), or the client reads too slowly;
+          DEADLINE_EXCEEDED  `timeout` passed;
+          CANCELLED          somebody ended it through Abort.
         Cancelling the call aborts the request on every replica.
         """
 
@@ -112,7 +118,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_service_pb2.ListModelsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_service_pb2.ListModelsResponse, _abc.Awaitable[_inference_service_pb2.ListModelsResponse]]:
-        """ListModels lists the pipelines that can serve now, with what they can do."""
+        """ListModels lists every pipeline, with what it can do and whether it can serve now."""
 
     @_abc_1.abstractmethod
     def GetRequest(

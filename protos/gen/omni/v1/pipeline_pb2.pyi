@@ -164,7 +164,7 @@ class Stage(_message.Message):
     final_output: _builtins.bool
     """Its output goes to the client."""
     final_output_type: _builtins.str
-    """"text", "audio", "image" or "video"; set where final_output is."""
+    """"text", "audio", "image", "video" or "action"; set where final_output is."""
     is_comprehension: _builtins.bool
     """The stage understands prompts (peers call it the thinker)."""
     config_sha256: _builtins.str
@@ -230,7 +230,7 @@ class Edge(_message.Message):
     window_size: _builtins.int
     """Most chunks of one request that the consumer has not yet acknowledged. -1: no limit."""
     max_inflight: _builtins.int
-    """Most requests with data in flight on this edge, per producer replica. 0: no limit."""
+    """Most requests with data in flight on this edge, per producer replica. 0: no limit. Not enforced yet."""
     chunk_by: Global___ChunkBy.ValueType
     """How a text producer cuts its output into chunks for this edge."""
     def __init__(

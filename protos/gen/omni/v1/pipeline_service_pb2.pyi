@@ -32,7 +32,7 @@ class ApplyPipelineRequest(_message.Message):
     PLATFORM_FIELD_NUMBER: _builtins.int
     VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """For idempotent retries; any unique text. Optional: the content itself makes the call idempotent."""
+    """Any unique text: names the call in the control plane's log. The content itself makes the call idempotent."""
     deploy_yaml: _builtins.str
     """The deploy file, YAML, at most 1 MiB. Required."""
     name: _builtins.str
@@ -218,7 +218,7 @@ class DeletePipelineRequest(_message.Message):
     name: _builtins.str
     """Required."""
     request_id: _builtins.str
-    """For idempotent retries; any unique text."""
+    """Any unique text: names the call in the control plane's log."""
     def __init__(
         self,
         *,

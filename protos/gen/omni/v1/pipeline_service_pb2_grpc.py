@@ -72,14 +72,15 @@ class PipelineServiceServicer:
         """ApplyPipeline validates a deploy file, plans it and stores the plan. Same content again changes nothing
         and returns the stored plan. Replicas that run an older config keep serving until they are restarted.
         Fails with INVALID_ARGUMENT where the file is wrong (google.rpc.BadRequest has one violation per fault,
-        its field being the YAML path); nothing is stored then.
+        its field being the YAML path), ABORTED where others apply the same pipeline all the time, UNAVAILABLE while the
+        store cannot be reached; nothing is stored then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetPipeline(self, request, context):
-        """GetPipeline returns one plan, or NOT_FOUND with the names that exist.
+        """GetPipeline returns one plan, or NOT_FOUND with the names that exist. UNAVAILABLE before the plans were loaded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

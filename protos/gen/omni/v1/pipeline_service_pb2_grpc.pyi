@@ -39,10 +39,11 @@ class PipelineServiceStub:
     """ApplyPipeline validates a deploy file, plans it and stores the plan. Same content again changes nothing
     and returns the stored plan. Replicas that run an older config keep serving until they are restarted.
     Fails with INVALID_ARGUMENT where the file is wrong (google.rpc.BadRequest has one violation per fault,
-    its field being the YAML path); nothing is stored then.
+    its field being the YAML path), ABORTED where others apply the same pipeline all the time, UNAVAILABLE while the
+    store cannot be reached; nothing is stored then.
     """
     GetPipeline: _grpc.UnaryUnaryMultiCallable[_pipeline_service_pb2.GetPipelineRequest, _pipeline_service_pb2.GetPipelineResponse]
-    """GetPipeline returns one plan, or NOT_FOUND with the names that exist."""
+    """GetPipeline returns one plan, or NOT_FOUND with the names that exist. UNAVAILABLE before the plans were loaded."""
     ListPipelines: _grpc.UnaryUnaryMultiCallable[_pipeline_service_pb2.ListPipelinesRequest, _pipeline_service_pb2.ListPipelinesResponse]
     """ListPipelines returns one page of plans, ordered by name."""
     DeletePipeline: _grpc.UnaryUnaryMultiCallable[_pipeline_service_pb2.DeletePipelineRequest, _pipeline_service_pb2.DeletePipelineResponse]
@@ -61,10 +62,11 @@ class PipelineServiceAsyncStub(PipelineServiceStub):
     """ApplyPipeline validates a deploy file, plans it and stores the plan. Same content again changes nothing
     and returns the stored plan. Replicas that run an older config keep serving until they are restarted.
     Fails with INVALID_ARGUMENT where the file is wrong (google.rpc.BadRequest has one violation per fault,
-    its field being the YAML path); nothing is stored then.
+    its field being the YAML path), ABORTED where others apply the same pipeline all the time, UNAVAILABLE while the
+    store cannot be reached; nothing is stored then.
     """
     GetPipeline: _aio.UnaryUnaryMultiCallable[_pipeline_service_pb2.GetPipelineRequest, _pipeline_service_pb2.GetPipelineResponse]  # type: ignore[assignment]
-    """GetPipeline returns one plan, or NOT_FOUND with the names that exist."""
+    """GetPipeline returns one plan, or NOT_FOUND with the names that exist. UNAVAILABLE before the plans were loaded."""
     ListPipelines: _aio.UnaryUnaryMultiCallable[_pipeline_service_pb2.ListPipelinesRequest, _pipeline_service_pb2.ListPipelinesResponse]  # type: ignore[assignment]
     """ListPipelines returns one page of plans, ordered by name."""
     DeletePipeline: _aio.UnaryUnaryMultiCallable[_pipeline_service_pb2.DeletePipelineRequest, _pipeline_service_pb2.DeletePipelineResponse]  # type: ignore[assignment]
@@ -86,7 +88,8 @@ class PipelineServiceServicer(metaclass=_abc_1.ABCMeta):
         """ApplyPipeline validates a deploy file, plans it and stores the plan. Same content again changes nothing
         and returns the stored plan. Replicas that run an older config keep serving until they are restarted.
         Fails with INVALID_ARGUMENT where the file is wrong (google.rpc.BadRequest has one violation per fault,
-        its field being the YAML path); nothing is stored then.
+        its field being the YAML path), ABORTED where others apply the same pipeline all the time, UNAVAILABLE while the
+        store cannot be reached; nothing is stored then.
         """
 
     @_abc_1.abstractmethod
@@ -95,7 +98,7 @@ class PipelineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _pipeline_service_pb2.GetPipelineRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pipeline_service_pb2.GetPipelineResponse, _abc.Awaitable[_pipeline_service_pb2.GetPipelineResponse]]:
-        """GetPipeline returns one plan, or NOT_FOUND with the names that exist."""
+        """GetPipeline returns one plan, or NOT_FOUND with the names that exist. UNAVAILABLE before the plans were loaded."""
 
     @_abc_1.abstractmethod
     def ListPipelines(

@@ -36,7 +36,9 @@ class _HeartbeatDirectiveEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_He
     HEARTBEAT_DIRECTIVE_DRAIN: _HeartbeatDirective.ValueType  # 3
     """Finish what runs, take nothing new, then Deregister."""
     HEARTBEAT_DIRECTIVE_STOP: _HeartbeatDirective.ValueType  # 4
-    """Another instance holds this id under a newer epoch: stop serving."""
+    """Stop serving, at once and for good: an operator evicted this instance, or another one holds its id under a newer
+    epoch.
+    """
 
 class HeartbeatDirective(_HeartbeatDirective, metaclass=_HeartbeatDirectiveEnumTypeWrapper):
     """HeartbeatDirective is the control plane's answer to a beat."""
@@ -50,7 +52,9 @@ HEARTBEAT_DIRECTIVE_REREGISTER: HeartbeatDirective.ValueType  # 2
 HEARTBEAT_DIRECTIVE_DRAIN: HeartbeatDirective.ValueType  # 3
 """Finish what runs, take nothing new, then Deregister."""
 HEARTBEAT_DIRECTIVE_STOP: HeartbeatDirective.ValueType  # 4
-"""Another instance holds this id under a newer epoch: stop serving."""
+"""Stop serving, at once and for good: an operator evicted this instance, or another one holds its id under a newer
+epoch.
+"""
 Global___HeartbeatDirective: _TypeAlias = HeartbeatDirective  # noqa: Y015
 
 @_typing.final
@@ -178,7 +182,9 @@ class HeartbeatRequest(_message.Message):
     instance_uuid: _builtins.str
     """Must match the claim's record. UUID."""
     state: _types_pb2.ReplicaState.ValueType
-    """STARTING, READY, ASLEEP or DRAINING, as the worker sees itself."""
+    """STARTING, READY, ASLEEP or DRAINING, as the worker sees itself. A new state is answered once it is recorded, or
+    after a short wait while the store is slow.
+    """
     @_builtins.property
     def replica(self) -> _types_pb2.ReplicaRef:
         """The claim. Required in every beat."""
@@ -255,9 +261,9 @@ class DeregisterRequest(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """For people: shown in events and logs."""
+    """For people: shown in the log."""
     lease_id: _builtins.int
-    """The lease that Register gave; 0 if not known."""
+    """The lease that Register gave; 0 if not known. For people: the one on record is revoked."""
     @_builtins.property
     def replica(self) -> _types_pb2.ReplicaRef:
         """The claim. Required."""

@@ -78,12 +78,18 @@ class RegistryServiceServicer:
 
     def Register(self, request, context):
         """Register claims a replica id under a fresh lease. It is idempotent by instance_uuid: a repeat, after a
-        lost reply say, returns the same id, lease and epoch. Fails with
+        lost reply say, returns the same id, lease and epoch; it may add the KV layout and bring news of connectors and
+        state. Fails with (ErrorInfo.reason in brackets)
         INVALID_ARGUMENT    a malformed field (google.rpc.BadRequest names it);
-        NOT_FOUND           unknown pipeline or stage;
+        NOT_FOUND           unknown pipeline or stage [PIPELINE_NOT_FOUND, STAGE_NOT_FOUND];
         FAILED_PRECONDITION the instance does not fit the stage: model, config hash, parallelism, KV layout or
-        protocol version differ (ErrorInfo carries both values);
-        UNAVAILABLE         the registry's store cannot be reached: retry with back-off.
+        protocol version differ, ErrorInfo carries both values [FINGERPRINT_MISMATCH]; it is
+        registered with another stage, endpoint or fingerprint [INSTANCE_DIFFERS]; an operator
+        evicted it: only a new process may come [EVICTED]; or it offers a loopback address from
+        another host [UNROUTABLE_ENDPOINT];
+        UNAVAILABLE         retry with back-off: the store cannot be reached, or its content is not loaded yet
+        [NOT_LOADED]; a replica that is alive serves at this endpoint [ENDPOINT_IN_USE]; or too
+        much changed meanwhile [CONTENDED].
         Without an HTTP mapping: only workers register, and they speak gRPC.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -94,7 +100,9 @@ class RegistryServiceServicer:
         """Heartbeat keeps replicas alive. A worker sends a beat only after its engine made progress or answered a
         probe since the last one, so a hung engine falls silent. Every beat is answered. If the stream breaks,
         the replica is SUSPECT at once: reconnect to any control plane. One stream carries one instance.
-        Malformed load is refused in the response of that beat and the stream lives on.
+        Malformed load or connectors, and a state that cannot follow the last one, are refused in the response of that
+        beat and the stream lives on. The stream ends with INVALID_ARGUMENT if a beat does not say whose it is, or is of
+        another instance, and with UNAVAILABLE if this control plane is not loaded yet or stops.
         Without an HTTP mapping: it is bidirectional.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -103,7 +111,7 @@ class RegistryServiceServicer:
 
     def Deregister(self, request, context):
         """Deregister removes a replica now, rather than when its lease ends, and revokes the lease. Unknown
-        replicas and older epochs are not an error: the wanted state is reached.
+        replicas and older epochs are not an error: the wanted state is reached. INVALID_ARGUMENT without an epoch.
         Without an HTTP mapping: operators evict through AdminService.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -111,7 +119,8 @@ class RegistryServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListReplicas(self, request, context):
-        """ListReplicas returns one page of the table, ordered by pipeline, stage and replica id.
+        """ListReplicas returns one page of the table, ordered by pipeline, stage and replica id. NOT_FOUND for a pipeline
+        that has neither a plan nor replicas; UNAVAILABLE before the table was loaded for the first time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,7 +130,9 @@ class RegistryServiceServicer:
         """WatchReplicas sends one snapshot, then deltas. To resume, pass the last revision seen: the server
         continues from there, or sends a new snapshot (snapshot = true) when that history is gone. Membership
         changes are pushed at once; load changes are coalesced, the last value always arriving. A bookmark (no
-        replicas, newer or equal revision) is sent when nothing happens, so silence means trouble.
+        replicas, newer or equal revision) is sent when nothing happens, so silence means trouble. A watcher that reads too
+        slowly gets a new snapshot instead of what it missed. The stream ends with UNAVAILABLE when this control plane
+        stops: watch another one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -41,33 +41,45 @@ class RegistryServiceStub:
     def __new__(cls, channel: _aio.Channel) -> RegistryServiceAsyncStub: ...
     Register: _grpc.UnaryUnaryMultiCallable[_registry_service_pb2.RegisterRequest, _registry_service_pb2.RegisterResponse]
     """Register claims a replica id under a fresh lease. It is idempotent by instance_uuid: a repeat, after a
-    lost reply say, returns the same id, lease and epoch. Fails with
+    lost reply say, returns the same id, lease and epoch; it may add the KV layout and bring news of connectors and
+    state. Fails with (ErrorInfo.reason in brackets)
       INVALID_ARGUMENT    a malformed field (google.rpc.BadRequest names it);
-      NOT_FOUND           unknown pipeline or stage;
+      NOT_FOUND           unknown pipeline or stage [PIPELINE_NOT_FOUND, STAGE_NOT_FOUND];
       FAILED_PRECONDITION the instance does not fit the stage: model, config hash, parallelism, KV layout or
-                          protocol version differ (ErrorInfo carries both values);
-      UNAVAILABLE         the registry's store cannot be reached: retry with back-off.
+                          protocol version differ, ErrorInfo carries both values [FINGERPRINT_MISMATCH]; it is
+                          registered with another stage, endpoint or fingerprint [INSTANCE_DIFFERS]; an operator
+                          evicted it: only a new process may come [EVICTED]; or it offers a loopback address from
+                          another host [UNROUTABLE_ENDPOINT];
+      UNAVAILABLE         retry with back-off: the store cannot be reached, or its content is not loaded yet
+                          [NOT_LOADED]; a replica that is alive serves at this endpoint [ENDPOINT_IN_USE]; or too
+                          much changed meanwhile [CONTENDED].
     Without an HTTP mapping: only workers register, and they speak gRPC.
     """
     Heartbeat: _grpc.StreamStreamMultiCallable[_registry_service_pb2.HeartbeatRequest, _registry_service_pb2.HeartbeatResponse]
     """Heartbeat keeps replicas alive. A worker sends a beat only after its engine made progress or answered a
     probe since the last one, so a hung engine falls silent. Every beat is answered. If the stream breaks,
     the replica is SUSPECT at once: reconnect to any control plane. One stream carries one instance.
-    Malformed load is refused in the response of that beat and the stream lives on.
+    Malformed load or connectors, and a state that cannot follow the last one, are refused in the response of that
+    beat and the stream lives on. The stream ends with INVALID_ARGUMENT if a beat does not say whose it is, or is of
+    another instance, and with UNAVAILABLE if this control plane is not loaded yet or stops.
     Without an HTTP mapping: it is bidirectional.
     """
     Deregister: _grpc.UnaryUnaryMultiCallable[_registry_service_pb2.DeregisterRequest, _registry_service_pb2.DeregisterResponse]
     """Deregister removes a replica now, rather than when its lease ends, and revokes the lease. Unknown
-    replicas and older epochs are not an error: the wanted state is reached.
+    replicas and older epochs are not an error: the wanted state is reached. INVALID_ARGUMENT without an epoch.
     Without an HTTP mapping: operators evict through AdminService.
     """
     ListReplicas: _grpc.UnaryUnaryMultiCallable[_registry_service_pb2.ListReplicasRequest, _registry_service_pb2.ListReplicasResponse]
-    """ListReplicas returns one page of the table, ordered by pipeline, stage and replica id."""
+    """ListReplicas returns one page of the table, ordered by pipeline, stage and replica id. NOT_FOUND for a pipeline
+    that has neither a plan nor replicas; UNAVAILABLE before the table was loaded for the first time.
+    """
     WatchReplicas: _grpc.UnaryStreamMultiCallable[_registry_service_pb2.WatchReplicasRequest, _registry_service_pb2.WatchReplicasResponse]
     """WatchReplicas sends one snapshot, then deltas. To resume, pass the last revision seen: the server
     continues from there, or sends a new snapshot (snapshot = true) when that history is gone. Membership
     changes are pushed at once; load changes are coalesced, the last value always arriving. A bookmark (no
-    replicas, newer or equal revision) is sent when nothing happens, so silence means trouble.
+    replicas, newer or equal revision) is sent when nothing happens, so silence means trouble. A watcher that reads too
+    slowly gets a new snapshot instead of what it missed. The stream ends with UNAVAILABLE when this control plane
+    stops: watch another one.
     """
 
 @_typing.type_check_only
@@ -83,33 +95,45 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.UnaryUnaryMultiCallable[_registry_service_pb2.RegisterRequest, _registry_service_pb2.RegisterResponse]  # type: ignore[assignment]
     """Register claims a replica id under a fresh lease. It is idempotent by instance_uuid: a repeat, after a
-    lost reply say, returns the same id, lease and epoch. Fails with
+    lost reply say, returns the same id, lease and epoch; it may add the KV layout and bring news of connectors and
+    state. Fails with (ErrorInfo.reason in brackets)
       INVALID_ARGUMENT    a malformed field (google.rpc.BadRequest names it);
-      NOT_FOUND           unknown pipeline or stage;
+      NOT_FOUND           unknown pipeline or stage [PIPELINE_NOT_FOUND, STAGE_NOT_FOUND];
       FAILED_PRECONDITION the instance does not fit the stage: model, config hash, parallelism, KV layout or
-                          protocol version differ (ErrorInfo carries both values);
-      UNAVAILABLE         the registry's store cannot be reached: retry with back-off.
+                          protocol version differ, ErrorInfo carries both values [FINGERPRINT_MISMATCH]; it is
+                          registered with another stage, endpoint or fingerprint [INSTANCE_DIFFERS]; an operator
+                          evicted it: only a new process may come [EVICTED]; or it offers a loopback address from
+                          another host [UNROUTABLE_ENDPOINT];
+      UNAVAILABLE         retry with back-off: the store cannot be reached, or its content is not loaded yet
+                          [NOT_LOADED]; a replica that is alive serves at this endpoint [ENDPOINT_IN_USE]; or too
+                          much changed meanwhile [CONTENDED].
     Without an HTTP mapping: only workers register, and they speak gRPC.
     """
     Heartbeat: _aio.StreamStreamMultiCallable[_registry_service_pb2.HeartbeatRequest, _registry_service_pb2.HeartbeatResponse]  # type: ignore[assignment]
     """Heartbeat keeps replicas alive. A worker sends a beat only after its engine made progress or answered a
     probe since the last one, so a hung engine falls silent. Every beat is answered. If the stream breaks,
     the replica is SUSPECT at once: reconnect to any control plane. One stream carries one instance.
-    Malformed load is refused in the response of that beat and the stream lives on.
+    Malformed load or connectors, and a state that cannot follow the last one, are refused in the response of that
+    beat and the stream lives on. The stream ends with INVALID_ARGUMENT if a beat does not say whose it is, or is of
+    another instance, and with UNAVAILABLE if this control plane is not loaded yet or stops.
     Without an HTTP mapping: it is bidirectional.
     """
     Deregister: _aio.UnaryUnaryMultiCallable[_registry_service_pb2.DeregisterRequest, _registry_service_pb2.DeregisterResponse]  # type: ignore[assignment]
     """Deregister removes a replica now, rather than when its lease ends, and revokes the lease. Unknown
-    replicas and older epochs are not an error: the wanted state is reached.
+    replicas and older epochs are not an error: the wanted state is reached. INVALID_ARGUMENT without an epoch.
     Without an HTTP mapping: operators evict through AdminService.
     """
     ListReplicas: _aio.UnaryUnaryMultiCallable[_registry_service_pb2.ListReplicasRequest, _registry_service_pb2.ListReplicasResponse]  # type: ignore[assignment]
-    """ListReplicas returns one page of the table, ordered by pipeline, stage and replica id."""
+    """ListReplicas returns one page of the table, ordered by pipeline, stage and replica id. NOT_FOUND for a pipeline
+    that has neither a plan nor replicas; UNAVAILABLE before the table was loaded for the first time.
+    """
     WatchReplicas: _aio.UnaryStreamMultiCallable[_registry_service_pb2.WatchReplicasRequest, _registry_service_pb2.WatchReplicasResponse]  # type: ignore[assignment]
     """WatchReplicas sends one snapshot, then deltas. To resume, pass the last revision seen: the server
     continues from there, or sends a new snapshot (snapshot = true) when that history is gone. Membership
     changes are pushed at once; load changes are coalesced, the last value always arriving. A bookmark (no
-    replicas, newer or equal revision) is sent when nothing happens, so silence means trouble.
+    replicas, newer or equal revision) is sent when nothing happens, so silence means trouble. A watcher that reads too
+    slowly gets a new snapshot instead of what it missed. The stream ends with UNAVAILABLE when this control plane
+    stops: watch another one.
     """
 
 class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -128,12 +152,18 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_registry_service_pb2.RegisterResponse, _abc.Awaitable[_registry_service_pb2.RegisterResponse]]:
         """Register claims a replica id under a fresh lease. It is idempotent by instance_uuid: a repeat, after a
-        lost reply say, returns the same id, lease and epoch. Fails with
+        lost reply say, returns the same id, lease and epoch; it may add the KV layout and bring news of connectors and
+        state. Fails with (ErrorInfo.reason in brackets)
           INVALID_ARGUMENT    a malformed field (google.rpc.BadRequest names it);
-          NOT_FOUND           unknown pipeline or stage;
+          NOT_FOUND           unknown pipeline or stage [PIPELINE_NOT_FOUND, STAGE_NOT_FOUND];
           FAILED_PRECONDITION the instance does not fit the stage: model, config hash, parallelism, KV layout or
-                              protocol version differ (ErrorInfo carries both values);
-          UNAVAILABLE         the registry's store cannot be reached: retry with back-off.
+                              protocol version differ, ErrorInfo carries both values [FINGERPRINT_MISMATCH]; it is
+                              registered with another stage, endpoint or fingerprint [INSTANCE_DIFFERS]; an operator
+                              evicted it: only a new process may come [EVICTED]; or it offers a loopback address from
+                              another host [UNROUTABLE_ENDPOINT];
+          UNAVAILABLE         retry with back-off: the store cannot be reached, or its content is not loaded yet
+                              [NOT_LOADED]; a replica that is alive serves at this endpoint [ENDPOINT_IN_USE]; or too
+                              much changed meanwhile [CONTENDED].
         Without an HTTP mapping: only workers register, and they speak gRPC.
         """
 
@@ -146,7 +176,9 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         """Heartbeat keeps replicas alive. A worker sends a beat only after its engine made progress or answered a
         probe since the last one, so a hung engine falls silent. Every beat is answered. If the stream breaks,
         the replica is SUSPECT at once: reconnect to any control plane. One stream carries one instance.
-        Malformed load is refused in the response of that beat and the stream lives on.
+        Malformed load or connectors, and a state that cannot follow the last one, are refused in the response of that
+        beat and the stream lives on. The stream ends with INVALID_ARGUMENT if a beat does not say whose it is, or is of
+        another instance, and with UNAVAILABLE if this control plane is not loaded yet or stops.
         Without an HTTP mapping: it is bidirectional.
         """
 
@@ -157,7 +189,7 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_registry_service_pb2.DeregisterResponse, _abc.Awaitable[_registry_service_pb2.DeregisterResponse]]:
         """Deregister removes a replica now, rather than when its lease ends, and revokes the lease. Unknown
-        replicas and older epochs are not an error: the wanted state is reached.
+        replicas and older epochs are not an error: the wanted state is reached. INVALID_ARGUMENT without an epoch.
         Without an HTTP mapping: operators evict through AdminService.
         """
 
@@ -167,7 +199,9 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _registry_service_pb2.ListReplicasRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_registry_service_pb2.ListReplicasResponse, _abc.Awaitable[_registry_service_pb2.ListReplicasResponse]]:
-        """ListReplicas returns one page of the table, ordered by pipeline, stage and replica id."""
+        """ListReplicas returns one page of the table, ordered by pipeline, stage and replica id. NOT_FOUND for a pipeline
+        that has neither a plan nor replicas; UNAVAILABLE before the table was loaded for the first time.
+        """
 
     @_abc_1.abstractmethod
     def WatchReplicas(
@@ -178,7 +212,9 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         """WatchReplicas sends one snapshot, then deltas. To resume, pass the last revision seen: the server
         continues from there, or sends a new snapshot (snapshot = true) when that history is gone. Membership
         changes are pushed at once; load changes are coalesced, the last value always arriving. A bookmark (no
-        replicas, newer or equal revision) is sent when nothing happens, so silence means trouble.
+        replicas, newer or equal revision) is sent when nothing happens, so silence means trouble. A watcher that reads too
+        slowly gets a new snapshot instead of what it missed. The stream ends with UNAVAILABLE when this control plane
+        stops: watch another one.
         """
 
 def add_RegistryServiceServicer_to_server(servicer: RegistryServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

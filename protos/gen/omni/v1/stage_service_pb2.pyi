@@ -46,7 +46,9 @@ class SessionRequest(_message.Message):
 
     @_builtins.property
     def aborts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """call_ids to abort. Answered by the call's last event, with CANCELLED."""
+        """call_ids to abort. Answered by the call's last event, with CANCELLED. A call that has ended gives up what its
+        consumers have not read; that is not answered.
+        """
 
     def __init__(
         self,
@@ -339,9 +341,9 @@ class EdgeOutput(_message.Message):
     chunk_by: _pipeline_pb2.ChunkBy.ValueType
     """How text is cut."""
     connector: _builtins.str
-    """Connector kind to publish with: "shm", "grpc" or "auto"."""
+    """Connector kind to publish with: "shm", "grpc", …; "auto" or empty: the best that the worker has."""
     consumers: _builtins.int
-    """How many consumers will read it. At least 1."""
+    """How many consumers will read it; 0 counts as 1, and a flow has one."""
     def __init__(
         self,
         *,
@@ -566,7 +568,7 @@ class ControlRequest(_message.Message):
     """What to do."""
     @_builtins.property
     def replica(self) -> _types_pb2.ReplicaRef:
-        """The claim that the caller means; FAILED_PRECONDITION for another epoch."""
+        """The claim that the caller means; epoch 0 accepts any."""
 
     @_builtins.property
     def args(self) -> _struct_pb2.Struct:

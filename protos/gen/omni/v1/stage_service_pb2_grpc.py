@@ -75,14 +75,16 @@ class StageServiceServicer:
     def Session(self, request_iterator, context):
         """Session multiplexes all calls of one gateway on this replica. The first request frame has `hello`, the first
         response frame `welcome`; FAILED_PRECONDITION if the epoch is not this replica's. Each call ends with exactly
-        one event that has `finish` or `error`. If the session breaks, the worker aborts its calls.
+        one event that has `finish` or `error`; so does one that cannot begin, and the session goes on. INVALID_ARGUMENT
+        without `hello`, or with a second one. If the session breaks, the worker aborts its calls.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Execute(self, request, context):
-        """Execute runs one call, for simple clients and debugging. Cancelling aborts it.
+        """Execute runs one call, for simple clients and debugging. Cancelling aborts it. FAILED_PRECONDITION for another
+        claim; the error of a call that fails is the RPC's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -97,7 +99,8 @@ class StageServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Control(self, request, context):
-        """Control runs an engine method that is not a request. UNIMPLEMENTED where the engine has no such thing.
+        """Control runs an engine method that is not a request. UNIMPLEMENTED where the engine has no such thing,
+        FAILED_PRECONDITION for another claim and while the engine loads.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

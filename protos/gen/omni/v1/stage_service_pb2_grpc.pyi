@@ -40,16 +40,21 @@ class StageServiceStub:
     Session: _grpc.StreamStreamMultiCallable[_stage_service_pb2.SessionRequest, _stage_service_pb2.SessionResponse]
     """Session multiplexes all calls of one gateway on this replica. The first request frame has `hello`, the first
     response frame `welcome`; FAILED_PRECONDITION if the epoch is not this replica's. Each call ends with exactly
-    one event that has `finish` or `error`. If the session breaks, the worker aborts its calls.
+    one event that has `finish` or `error`; so does one that cannot begin, and the session goes on. INVALID_ARGUMENT
+    without `hello`, or with a second one. If the session breaks, the worker aborts its calls.
     """
     Execute: _grpc.UnaryStreamMultiCallable[_stage_service_pb2.ExecuteRequest, _stage_service_pb2.ExecuteResponse]
-    """Execute runs one call, for simple clients and debugging. Cancelling aborts it."""
+    """Execute runs one call, for simple clients and debugging. Cancelling aborts it. FAILED_PRECONDITION for another
+    claim; the error of a call that fails is the RPC's.
+    """
     Abort: _grpc.UnaryUnaryMultiCallable[_stage_service_pb2.StageServiceAbortRequest, _stage_service_pb2.StageServiceAbortResponse]
     """Abort ends a request on this replica, whichever session began it, and answers once the engine has let go.
     Unknown requests are not an error.
     """
     Control: _grpc.UnaryUnaryMultiCallable[_stage_service_pb2.ControlRequest, _stage_service_pb2.ControlResponse]
-    """Control runs an engine method that is not a request. UNIMPLEMENTED where the engine has no such thing."""
+    """Control runs an engine method that is not a request. UNIMPLEMENTED where the engine has no such thing,
+    FAILED_PRECONDITION for another claim and while the engine loads.
+    """
     GetStageInfo: _grpc.UnaryUnaryMultiCallable[_stage_service_pb2.GetStageInfoRequest, _stage_service_pb2.GetStageInfoResponse]
     """GetStageInfo tells what this replica is."""
 
@@ -65,16 +70,21 @@ class StageServiceAsyncStub(StageServiceStub):
     Session: _aio.StreamStreamMultiCallable[_stage_service_pb2.SessionRequest, _stage_service_pb2.SessionResponse]  # type: ignore[assignment]
     """Session multiplexes all calls of one gateway on this replica. The first request frame has `hello`, the first
     response frame `welcome`; FAILED_PRECONDITION if the epoch is not this replica's. Each call ends with exactly
-    one event that has `finish` or `error`. If the session breaks, the worker aborts its calls.
+    one event that has `finish` or `error`; so does one that cannot begin, and the session goes on. INVALID_ARGUMENT
+    without `hello`, or with a second one. If the session breaks, the worker aborts its calls.
     """
     Execute: _aio.UnaryStreamMultiCallable[_stage_service_pb2.ExecuteRequest, _stage_service_pb2.ExecuteResponse]  # type: ignore[assignment]
-    """Execute runs one call, for simple clients and debugging. Cancelling aborts it."""
+    """Execute runs one call, for simple clients and debugging. Cancelling aborts it. FAILED_PRECONDITION for another
+    claim; the error of a call that fails is the RPC's.
+    """
     Abort: _aio.UnaryUnaryMultiCallable[_stage_service_pb2.StageServiceAbortRequest, _stage_service_pb2.StageServiceAbortResponse]  # type: ignore[assignment]
     """Abort ends a request on this replica, whichever session began it, and answers once the engine has let go.
     Unknown requests are not an error.
     """
     Control: _aio.UnaryUnaryMultiCallable[_stage_service_pb2.ControlRequest, _stage_service_pb2.ControlResponse]  # type: ignore[assignment]
-    """Control runs an engine method that is not a request. UNIMPLEMENTED where the engine has no such thing."""
+    """Control runs an engine method that is not a request. UNIMPLEMENTED where the engine has no such thing,
+    FAILED_PRECONDITION for another claim and while the engine loads.
+    """
     GetStageInfo: _aio.UnaryUnaryMultiCallable[_stage_service_pb2.GetStageInfoRequest, _stage_service_pb2.GetStageInfoResponse]  # type: ignore[assignment]
     """GetStageInfo tells what this replica is."""
 
@@ -93,7 +103,8 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_stage_service_pb2.SessionResponse], _abc.AsyncIterator[_stage_service_pb2.SessionResponse]]:
         """Session multiplexes all calls of one gateway on this replica. The first request frame has `hello`, the first
         response frame `welcome`; FAILED_PRECONDITION if the epoch is not this replica's. Each call ends with exactly
-        one event that has `finish` or `error`. If the session breaks, the worker aborts its calls.
+        one event that has `finish` or `error`; so does one that cannot begin, and the session goes on. INVALID_ARGUMENT
+        without `hello`, or with a second one. If the session breaks, the worker aborts its calls.
         """
 
     @_abc_1.abstractmethod
@@ -102,7 +113,9 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _stage_service_pb2.ExecuteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_stage_service_pb2.ExecuteResponse], _abc.AsyncIterator[_stage_service_pb2.ExecuteResponse]]:
-        """Execute runs one call, for simple clients and debugging. Cancelling aborts it."""
+        """Execute runs one call, for simple clients and debugging. Cancelling aborts it. FAILED_PRECONDITION for another
+        claim; the error of a call that fails is the RPC's.
+        """
 
     @_abc_1.abstractmethod
     def Abort(
@@ -120,7 +133,9 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _stage_service_pb2.ControlRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_stage_service_pb2.ControlResponse, _abc.Awaitable[_stage_service_pb2.ControlResponse]]:
-        """Control runs an engine method that is not a request. UNIMPLEMENTED where the engine has no such thing."""
+        """Control runs an engine method that is not a request. UNIMPLEMENTED where the engine has no such thing,
+        FAILED_PRECONDITION for another claim and while the engine loads.
+        """
 
     @_abc_1.abstractmethod
     def GetStageInfo(

@@ -103,7 +103,9 @@ class TransferHandle(_message.Message):
 
     @_builtins.property
     def owner(self) -> _types_pb2.ReplicaRef:
-        """Who holds the data. A handle of an older epoch is refused with FAILED_PRECONDITION."""
+        """Who holds the data. A handle of a claim that the process at `owner_endpoint` never held is refused with
+        FAILED_PRECONDITION.
+        """
 
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:

@@ -222,11 +222,13 @@ class SubscribeRequest(_message.Message):
     CANCELS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def consumer(self) -> _types_pb2.ReplicaRef:
-        """Who subscribes. Required in the first message."""
+        """Who subscribes, for the owner's log. In the first message."""
 
     @_builtins.property
     def owner(self) -> _types_pb2.ReplicaRef:
-        """The owner as the caller knows it; FAILED_PRECONDITION if its epoch is another. Required in the first."""
+        """The owner as the caller knows it; FAILED_PRECONDITION for a claim that this process never held. Required in the
+        first.
+        """
 
     @_builtins.property
     def opens(self) -> _containers.RepeatedCompositeFieldContainer[Global___FlowOpen]:

@@ -79,8 +79,8 @@ class TransferServiceServicer:
     """
 
     def Describe(self, request, context):
-        """Describe returns the handle of a key, for a consumer that lost it. NOT_FOUND if it was released,
-        FAILED_PRECONDITION for an older epoch, PERMISSION_DENIED for a wrong token.
+        """Describe returns the handle of a key, for a consumer that lost it. NOT_FOUND if it was released or has expired,
+        FAILED_PRECONDITION for a claim that this process never held, PERMISSION_DENIED for a wrong token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -95,7 +95,8 @@ class TransferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Release gives back data, many handles a message. Unknown keys are not an error.
+        """Release gives back data, many handles a message. Unknown keys are not an error; FAILED_PRECONDITION and
+        PERMISSION_DENIED as Describe.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,7 +105,8 @@ class TransferServiceServicer:
     def Subscribe(self, request_iterator, context):
         """Subscribe carries, in one stream per worker pair, the chunks of all flows from this worker to the caller.
         The caller opens flows and returns credits; the owner sends chunk handles, batched per step. A flow may be
-        opened before its request has reached the owner. If the stream breaks, all its flows have failed.
+        opened before its request has reached the owner; if that takes too long (30 s by default), it ends with NOT_FOUND,
+        and a second reader's with ALREADY_EXISTS. If the stream breaks, all its flows have failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -41,19 +41,22 @@ class TransferServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TransferServiceAsyncStub: ...
     Describe: _grpc.UnaryUnaryMultiCallable[_transfer_service_pb2.DescribeRequest, _transfer_service_pb2.DescribeResponse]
-    """Describe returns the handle of a key, for a consumer that lost it. NOT_FOUND if it was released,
-    FAILED_PRECONDITION for an older epoch, PERMISSION_DENIED for a wrong token.
+    """Describe returns the handle of a key, for a consumer that lost it. NOT_FOUND if it was released or has expired,
+    FAILED_PRECONDITION for a claim that this process never held, PERMISSION_DENIED for a wrong token.
     """
     Claim: _grpc.UnaryUnaryMultiCallable[_transfer_service_pb2.ClaimRequest, _transfer_service_pb2.ClaimResponse]
     """Claim reserves one of the handle's consumer places and protects the data from expiry until Release.
     Errors as Describe; RESOURCE_EXHAUSTED when all places are taken.
     """
     Release: _grpc.UnaryUnaryMultiCallable[_transfer_service_pb2.TransferServiceReleaseRequest, _transfer_service_pb2.TransferServiceReleaseResponse]
-    """Release gives back data, many handles a message. Unknown keys are not an error."""
+    """Release gives back data, many handles a message. Unknown keys are not an error; FAILED_PRECONDITION and
+    PERMISSION_DENIED as Describe.
+    """
     Subscribe: _grpc.StreamStreamMultiCallable[_transfer_service_pb2.SubscribeRequest, _transfer_service_pb2.SubscribeResponse]
     """Subscribe carries, in one stream per worker pair, the chunks of all flows from this worker to the caller.
     The caller opens flows and returns credits; the owner sends chunk handles, batched per step. A flow may be
-    opened before its request has reached the owner. If the stream breaks, all its flows have failed.
+    opened before its request has reached the owner; if that takes too long (30 s by default), it ends with NOT_FOUND,
+    and a second reader's with ALREADY_EXISTS. If the stream breaks, all its flows have failed.
     """
     Fetch: _grpc.UnaryStreamMultiCallable[_transfer_service_pb2.FetchRequest, _transfer_service_pb2.FetchResponse]
     """Fetch streams the bytes of a handle, in pieces of at most 1 MiB: the connector of last resort. Errors as
@@ -73,19 +76,22 @@ class TransferServiceAsyncStub(TransferServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Describe: _aio.UnaryUnaryMultiCallable[_transfer_service_pb2.DescribeRequest, _transfer_service_pb2.DescribeResponse]  # type: ignore[assignment]
-    """Describe returns the handle of a key, for a consumer that lost it. NOT_FOUND if it was released,
-    FAILED_PRECONDITION for an older epoch, PERMISSION_DENIED for a wrong token.
+    """Describe returns the handle of a key, for a consumer that lost it. NOT_FOUND if it was released or has expired,
+    FAILED_PRECONDITION for a claim that this process never held, PERMISSION_DENIED for a wrong token.
     """
     Claim: _aio.UnaryUnaryMultiCallable[_transfer_service_pb2.ClaimRequest, _transfer_service_pb2.ClaimResponse]  # type: ignore[assignment]
     """Claim reserves one of the handle's consumer places and protects the data from expiry until Release.
     Errors as Describe; RESOURCE_EXHAUSTED when all places are taken.
     """
     Release: _aio.UnaryUnaryMultiCallable[_transfer_service_pb2.TransferServiceReleaseRequest, _transfer_service_pb2.TransferServiceReleaseResponse]  # type: ignore[assignment]
-    """Release gives back data, many handles a message. Unknown keys are not an error."""
+    """Release gives back data, many handles a message. Unknown keys are not an error; FAILED_PRECONDITION and
+    PERMISSION_DENIED as Describe.
+    """
     Subscribe: _aio.StreamStreamMultiCallable[_transfer_service_pb2.SubscribeRequest, _transfer_service_pb2.SubscribeResponse]  # type: ignore[assignment]
     """Subscribe carries, in one stream per worker pair, the chunks of all flows from this worker to the caller.
     The caller opens flows and returns credits; the owner sends chunk handles, batched per step. A flow may be
-    opened before its request has reached the owner. If the stream breaks, all its flows have failed.
+    opened before its request has reached the owner; if that takes too long (30 s by default), it ends with NOT_FOUND,
+    and a second reader's with ALREADY_EXISTS. If the stream breaks, all its flows have failed.
     """
     Fetch: _aio.UnaryStreamMultiCallable[_transfer_service_pb2.FetchRequest, _transfer_service_pb2.FetchResponse]  # type: ignore[assignment]
     """Fetch streams the bytes of a handle, in pieces of at most 1 MiB: the connector of last resort. Errors as
@@ -108,8 +114,8 @@ class TransferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _transfer_service_pb2.DescribeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_transfer_service_pb2.DescribeResponse, _abc.Awaitable[_transfer_service_pb2.DescribeResponse]]:
-        """Describe returns the handle of a key, for a consumer that lost it. NOT_FOUND if it was released,
-        FAILED_PRECONDITION for an older epoch, PERMISSION_DENIED for a wrong token.
+        """Describe returns the handle of a key, for a consumer that lost it. NOT_FOUND if it was released or has expired,
+        FAILED_PRECONDITION for a claim that this process never held, PERMISSION_DENIED for a wrong token.
         """
 
     @_abc_1.abstractmethod
@@ -128,7 +134,9 @@ class TransferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _transfer_service_pb2.TransferServiceReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_transfer_service_pb2.TransferServiceReleaseResponse, _abc.Awaitable[_transfer_service_pb2.TransferServiceReleaseResponse]]:
-        """Release gives back data, many handles a message. Unknown keys are not an error."""
+        """Release gives back data, many handles a message. Unknown keys are not an error; FAILED_PRECONDITION and
+        PERMISSION_DENIED as Describe.
+        """
 
     @_abc_1.abstractmethod
     def Subscribe(
@@ -138,7 +146,8 @@ class TransferServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_transfer_service_pb2.SubscribeResponse], _abc.AsyncIterator[_transfer_service_pb2.SubscribeResponse]]:
         """Subscribe carries, in one stream per worker pair, the chunks of all flows from this worker to the caller.
         The caller opens flows and returns credits; the owner sends chunk handles, batched per step. A flow may be
-        opened before its request has reached the owner. If the stream breaks, all its flows have failed.
+        opened before its request has reached the owner; if that takes too long (30 s by default), it ends with NOT_FOUND,
+        and a second reader's with ALREADY_EXISTS. If the stream breaks, all its flows have failed.
         """
 
     @_abc_1.abstractmethod

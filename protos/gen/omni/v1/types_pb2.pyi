@@ -126,8 +126,8 @@ class ReplicaRef(_message.Message):
     replica_id: _builtins.int
     """Position in the stage, unique among live replicas. Never an index into anything."""
     epoch: _builtins.int
-    """Fencing token (etcd create_revision of the claim). Every message of a worker carries it; a message with
-    an older epoch than the registry's is refused.
+    """Fencing token (etcd create_revision of the claim). Every message of a worker carries it; one with an
+    older epoch than the registry's changes nothing.
     """
     @_builtins.property
     def stage(self) -> Global___StageRef:
@@ -323,7 +323,7 @@ class ConnectorOffer(_message.Message):
     address: _builtins.str
     """What a peer needs to reach it, "host:port", or empty where the handle carries all."""
     healthy: _builtins.bool
-    """False while the connector cannot move data; the replica is then not routable for edges that use it."""
+    """False while the connector cannot move data. For people so far: routing does not look at it yet."""
     def __init__(
         self,
         *,
@@ -355,7 +355,7 @@ class Placement(_message.Message):
     boot_id: _builtins.str
     """Kernel boot id: two replicas can share memory only if it is equal."""
     topology_domain: _builtins.str
-    """Rack, zone or any label operators route by."""
+    """Rack, zone or any other label. For people so far: no policy looks at it yet."""
     pid: _builtins.int
     """Process id on that host. For people, and for connectors that map the peer's memory."""
     @_builtins.property
