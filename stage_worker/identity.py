@@ -3,14 +3,23 @@
 A worker that re-registers keeps its process, its data and its calls; only its epoch (and perhaps its replica id) is
 new. Messages that name one of its earlier claims are therefore still meant for it, and accepted. A claim that this
 process never held is another instance's and refused: that is what epochs are for.
+
+A new claim is in the store, and so with gateways, before its answer is here. Who already names it is made to wait for
+that answer rather than refused: a refusal would tell a gateway that the replica is somebody else.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import uuid
+from collections.abc import Iterator
 
 from omni.v1 import types_pb2
 from omnicore.errors import FailedPreconditionError, OmniError
+
+CLAIM_WAIT_S = 2.0
+"""Well below what a gateway waits for a session's welcome."""
 
 
 class Identity:
@@ -22,6 +31,8 @@ class Identity:
         self._current = types_pb2.ReplicaRef(stage=stage)
         self._first = self._current
         self._held: set[tuple[int, int]] = set()
+        self._settled = asyncio.Event()
+        self._settled.set()
 
     @property
     def current(self) -> types_pb2.ReplicaRef:
@@ -46,6 +57,23 @@ class Identity:
             self._first = adopted
         self._current = adopted
         self._held.add((claim.replica_id, claim.epoch))
+
+    @contextlib.contextmanager
+    def claiming(self) -> Iterator[None]:
+        """While a claim is asked for: it may be known elsewhere before it is here."""
+        self._settled.clear()
+        try:
+            yield
+        finally:
+            self._settled.set()
+
+    async def check_settled(self, ref: types_pb2.ReplicaRef, wait_s: float = CLAIM_WAIT_S) -> None:
+        """``check``, once the claim that is being asked for is here, if ``ref`` may be that one."""
+        if not self._settled.is_set() and ref.stage == self._current.stage and ref.epoch > self._current.epoch:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._settled.wait()
+        self.check(ref)
 
     def check(self, ref: types_pb2.ReplicaRef, *, any_epoch: bool = False) -> None:
         """Raises ``FailedPreconditionError`` unless ``ref`` is a claim that this process holds or held. With

@@ -98,9 +98,10 @@ class Registrar:
         async def attempt(channel: grpc.aio.Channel) -> pb.RegisterResponse:
             return await pb_grpc.RegistryServiceStub(channel).Register(self._request())
 
-        response = await self._client.call("register", attempt, deadline_s=deadline_s)
-        changed = response.replica != self._identity.current
-        self._identity.adopt(response.replica)
+        with self._identity.claiming():
+            response = await self._client.call("register", attempt, deadline_s=deadline_s)
+            changed = response.replica != self._identity.current
+            self._identity.adopt(response.replica)
         self._lease_id = response.lease_id
         self._interval_s = response.heartbeat_interval.ToNanoseconds() / 1e9 or self._interval_s
         if changed:

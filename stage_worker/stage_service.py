@@ -122,7 +122,7 @@ class StageServicer(pb_grpc.StageServiceServicer):
             raise InvalidRequestError.field("hello", "the first frame of a session must have it") from None
         if not first.HasField("hello"):
             raise InvalidRequestError.field("hello", "the first frame of a session must have it")
-        self._parts.identity.check(first.hello.replica)
+        await self._parts.identity.check_settled(first.hello.replica)
         return first
 
     async def Execute(  # noqa: N802 -- the name in the proto

@@ -180,6 +180,23 @@ async def test_another_epoch_is_refused_and_earlier_ones_of_this_process_are_not
         await session.close()
 
 
+async def test_a_gateway_that_hears_of_a_new_claim_first_is_let_in() -> None:
+    """The store tells gateways of a re-registration before the worker has the answer to its Register."""
+    async with local_worker(pipeline({"tokens": 3}), 0) as worker:
+        new = types_pb2.ReplicaRef()
+        new.CopyFrom(worker.identity.current)
+        new.epoch += 1_000_000
+        session = Session(worker)
+        with worker.identity.claiming():
+            await session.open(new)
+            running = asyncio.create_task(session.run(call("r", "x")))
+            await asyncio.sleep(0.1)  # not a wait: room for the refusal that must not come
+            worker.identity.adopt(new)
+        assert (await running).error is None
+        assert session.frames[0].welcome.replica == new
+        await session.close()
+
+
 async def test_a_session_without_hello_is_refused() -> None:
     async with local_worker(pipeline(), 0) as worker:
         channel = rpc.channel(worker.identity.endpoint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 
 import pytest
@@ -79,3 +80,27 @@ def test_probing_sends_nothing() -> None:
 def test_endpoints() -> None:
     assert join_host_port("10.0.0.1", 5) == "10.0.0.1:5"
     assert join_host_port("fe80::1", 5) == "[fe80::1]:5"
+
+
+async def test_a_claim_known_elsewhere_first_is_waited_for() -> None:
+    identity = Identity(STAGE, "h:1")
+    identity.adopt(claim(0, 5))
+    with identity.claiming():
+        ahead = asyncio.create_task(identity.check_settled(claim(0, 9)))
+        stale = asyncio.create_task(identity.check_settled(claim(0, 4)))
+        other = asyncio.create_task(identity.check_settled(claim(0, 9, stage_id=0)))
+        await asyncio.wait([stale, other])  # neither can become ours: refused while the claim is still asked for
+        assert isinstance(stale.exception(), FailedPreconditionError)
+        assert isinstance(other.exception(), FailedPreconditionError)
+        assert not ahead.done()
+        identity.adopt(claim(0, 9))
+    await ahead
+
+
+async def test_a_claim_that_never_comes_is_refused_in_the_end() -> None:
+    identity = Identity(STAGE, "h:1")
+    identity.adopt(claim(0, 5))
+    with identity.claiming(), pytest.raises(FailedPreconditionError, match="p/1/0@5"):
+        await identity.check_settled(claim(0, 9), wait_s=0.01)
+    with pytest.raises(FailedPreconditionError):
+        await identity.check_settled(claim(0, 9), wait_s=3600)  # nothing is asked for: no wait
