@@ -120,6 +120,7 @@ class Worker:
             handler=self,
         )
         self.transfer = TransferServicer(self.identity, store, self.parts.flows)
+        self._kv_layout = ""
         self._server: rpc.RunningServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -157,6 +158,7 @@ class Worker:
             raise InternalError(
                 f"engine {stage.engine!r} failed to start: {type(error).__name__}: {error}", reason="ENGINE_START"
             ) from error
+        self._kv_layout = info.kv_layout
         self.load.started = True
         self.parts.calls.refusal = None
         details = {key.replace(" ", "_"): value for key, value in info.details.items()}
@@ -169,7 +171,10 @@ class Worker:
         )
 
     async def announce(self) -> None:
-        """Be READY, and return once the registry says so."""
+        """Be READY, and return once the registry says so. Raises what it refuses with: peers may have another KV layout
+        than the one that this engine has turned out to have."""
+        if self._kv_layout:
+            await self.registrar.register(None)
         self.registrar.set_state(types_pb2.REPLICA_STATE_READY)
         await self.registrar.confirmed(types_pb2.REPLICA_STATE_READY)
         # A beat's state is recorded a little later; a repeated registration returns when it is.
@@ -279,11 +284,11 @@ class Worker:
             instance_uuid=self.identity.instance_uuid,
             stage=self.identity.current.stage,
             endpoint=self.identity.endpoint,
-            # No KV layout: it is known only when the engine runs, and a claim cannot be changed afterwards.
             fingerprint=types_pb2.StageFingerprint(
                 model=stage.model,
                 config_sha256=stage.config_sha256,
                 tensor_parallel_size=max(1, stage.tensor_parallel_size),
+                kv_layout=self._kv_layout,  # empty until the engine runs, and without a KV cache
                 protocol_version=protocol.VERSION,
             ),
             connectors=self.parts.connectors.offers(),
