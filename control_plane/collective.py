@@ -14,6 +14,7 @@ from control_plane.table import ReplicaRow, Table
 from omni.v1 import admin_service_pb2 as pb
 from omni.v1 import pipeline_pb2, stage_service_pb2, stage_service_pb2_grpc, types_pb2
 from omnicore import errors, rpc
+from omnicore.durations import to_seconds
 from omnicore.log import get_logger
 
 _log = get_logger(__name__)
@@ -60,7 +61,7 @@ def _check(request: pb.CollectiveRpcRequest) -> float:
         faults.add("method", f"must be one of {', '.join(known)}, got {request.method}")
     timeout_s = DEFAULT_TIMEOUT_S
     if request.HasField("timeout"):
-        timeout_s = request.timeout.seconds + request.timeout.nanos / 1e9
+        timeout_s = to_seconds(request.timeout)
         if not math.isfinite(timeout_s) or not 0 < timeout_s <= MAX_TIMEOUT_S:
             faults.add("timeout", f"must be above 0 and at most {MAX_TIMEOUT_S:g} s, got {timeout_s:g} s")
     if len(request.stage_ids) > 1000:

@@ -16,8 +16,6 @@ import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Final, NoReturn
 
-from google.protobuf import duration_pb2
-
 from control_plane import codec, liveness, states, validate
 from control_plane.etcd import EtcdClient, LeaseLost
 from control_plane.keys import ReplicaKey
@@ -28,6 +26,7 @@ from control_plane.workqueue import WorkQueue
 from omni.v1 import registry_service_pb2 as pb
 from omni.v1 import types_pb2
 from omnicore.clock import SYSTEM_CLOCK, Clock
+from omnicore.durations import to_duration
 from omnicore.errors import ConflictError, InvalidRequestError, UnavailableError
 from omnicore.log import get_logger
 
@@ -139,10 +138,11 @@ class Heartbeats:
             before = known.state if known is not None and known.epoch == epoch else row.replica.state
             directive, detail = self._take(beat, row, stream)
             await self._settle(self._claims[key], before)
-        next_interval = duration_pb2.Duration()
-        next_interval.FromNanoseconds(int(self.interval_s * 1e9))
         return pb.HeartbeatResponse(
-            directive=directive, next_interval=next_interval, revision=self._table.revision, detail=detail
+            directive=directive,
+            next_interval=to_duration(self.interval_s),
+            revision=self._table.revision,
+            detail=detail,
         )
 
     async def _verdict(

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import grpc
 import grpc.aio
-from google.protobuf import duration_pb2
 
 from control_plane import admin, codec, collective, compat, paging, states, validate
 from control_plane.heartbeat import Heartbeats
@@ -26,6 +25,7 @@ from omni.v1 import (
     registry_service_pb2,
     registry_service_pb2_grpc,
 )
+from omnicore.durations import to_duration
 from omnicore.errors import InvalidRequestError, UnimplementedError
 from omnicore.rpc import ServicerContext
 
@@ -50,8 +50,8 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
         return registry_service_pb2.RegisterResponse(
             replica=codec.replica_ref(claim.key, claim.epoch),
             lease_id=claim.lease_id,
-            lease_ttl=_duration(claim.lease_ttl_s),
-            heartbeat_interval=_duration(self._heartbeats.interval_s),
+            lease_ttl=to_duration(claim.lease_ttl_s),
+            heartbeat_interval=to_duration(self._heartbeats.interval_s),
             revision=claim.revision,
         )
 
@@ -291,9 +291,3 @@ class _Recorder:
 
 def _same(frame: bytes) -> bytes:
     return frame
-
-
-def _duration(seconds: float) -> duration_pb2.Duration:
-    duration = duration_pb2.Duration()
-    duration.FromNanoseconds(int(seconds * 1e9))
-    return duration

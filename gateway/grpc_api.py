@@ -18,6 +18,7 @@ from omni.v1 import (
     stage_service_pb2,
 )
 from omnicore import errors, rpc
+from omnicore.durations import to_seconds
 
 SERVICE_NAMES = ("omni.v1.InferenceService", "omni.v1.RouterService")
 
@@ -106,7 +107,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         validation.check_id("session_id", request.session_id)
         timeout_s = self._request_timeout_s
         if request.HasField("timeout"):
-            asked_s = request.timeout.ToNanoseconds() / 1e9
+            asked_s = to_seconds(request.timeout)
             if asked_s <= 0:
                 raise errors.InvalidRequestError.field("timeout", "must be above 0")
             timeout_s = min(timeout_s, asked_s)
@@ -147,7 +148,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             raise errors.InvalidRequestError.field("stage", "required; pipeline and stage_id")
         max_wait_s: float | None = None
         if request.HasField("max_wait"):
-            max_wait_s = request.max_wait.ToNanoseconds() / 1e9
+            max_wait_s = to_seconds(request.max_wait)
             if max_wait_s < 0:
                 raise errors.InvalidRequestError.field("max_wait", "must be 0 or more")
         held, bound = await self._routes.route(

@@ -31,8 +31,10 @@ from typing import Any, ClassVar, cast
 
 import grpc
 import grpc.aio
-from google.protobuf import any_pb2, duration_pb2
+from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from omnicore.durations import to_duration, to_seconds
 
 DOMAIN = "omniplane"
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"  # gRPC's own name for a serialized google.rpc.Status in the trailers
@@ -104,9 +106,7 @@ class OmniError(Exception):
             ]
             add(error_details_pb2.BadRequest(field_violations=fields))
         if self.retry_after_s is not None:
-            delay = duration_pb2.Duration()
-            delay.FromNanoseconds(int(self.retry_after_s * 1e9))
-            add(error_details_pb2.RetryInfo(retry_delay=delay))
+            add(error_details_pb2.RetryInfo(retry_delay=to_duration(self.retry_after_s)))
         return status_pb2.Status(code=self.code.value[0], message=self.message, details=details)
 
 
@@ -246,7 +246,7 @@ def from_status(status: status_pb2.Status) -> OmniError:
             detail.Unpack(bad)
         elif detail.Is(retry.DESCRIPTOR):
             detail.Unpack(retry)
-            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+            retry_after_s = to_seconds(retry.retry_delay)
     return cls(
         status.message or code_pb2.Code.Name(status.code),
         reason=info.reason or None,

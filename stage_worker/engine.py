@@ -30,7 +30,7 @@ class EngineInfo:
     max_num_seqs: int = 0
     """Requests worked on at a time; 0: no limit of its own."""
     details: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """For logs and GetStageInfo: versions, devices."""
+    """For the log: versions, devices."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,9 +9,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from google.protobuf import duration_pb2
-
 from omni.v1 import admin_service_pb2, types_pb2
+from omnicore.durations import to_duration
 from omnicore.errors import DeadlineExceededError
 from omnictl import connect, refs, rows
 from omnictl.commands.base import Commands, settings_of
@@ -44,9 +43,7 @@ def _drain(replica: types_pb2.ReplicaRef, args: argparse.Namespace) -> admin_ser
         replica=replica, request_id=connect.request_id(), reason=args.reason
     )
     if args.deadline is not None:
-        deadline = duration_pb2.Duration()
-        deadline.FromNanoseconds(int(seconds(args.deadline, "--deadline") * 1e9))
-        request.deadline.CopyFrom(deadline)
+        request.deadline.CopyFrom(to_duration(seconds(args.deadline, "--deadline")))
     return request
 
 
