@@ -39,6 +39,13 @@ from omnicore.durations import to_duration, to_seconds
 DOMAIN = "omniplane"
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"  # gRPC's own name for a serialized google.rpc.Status in the trailers
 
+# Errors repeat what callers sent, and travel in HTTP/2 trailers, where peers may refuse more than 8 KiB (gRPC's
+# default). All of one error stays below: the message goes twice, percent-encoded and in base64.
+MAX_TEXT_BYTES = 1024
+"""Of a message, and of a violation's description."""
+MAX_NAME_BYTES = 256
+"""Of a metadata value, and of a violation's path."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ErrorRow:
@@ -62,7 +69,7 @@ class OmniError(Exception):
     """Base of all errors that a caller sees.
 
     ``reason`` is UPPER_SNAKE, at most 63 characters, and stable: programs test it. ``metadata`` repeats every dynamic
-    part of the message. ``retry_after_s`` says when to come back, if waiting helps.
+    part of the message. ``retry_after_s`` says when to come back, if waiting helps. Texts that are too long are cut.
     """
 
     row: ClassVar[ErrorRow] = ErrorRow(grpc.StatusCode.INTERNAL, 500, "server_error", 1)
@@ -77,11 +84,14 @@ class OmniError(Exception):
         violations: Sequence[FieldViolation] = (),
         retry_after_s: float | None = None,
     ) -> None:
+        message = _clip(message, MAX_TEXT_BYTES)
         super().__init__(message)
         self.message = message
         self.reason = reason or self.default_reason
-        self.metadata = {key: str(value) for key, value in (metadata or {}).items()}
-        self.violations = tuple(violations)
+        self.metadata = {key: _clip(str(value), MAX_NAME_BYTES) for key, value in (metadata or {}).items()}
+        self.violations = tuple(
+            FieldViolation(_clip(v.field, MAX_NAME_BYTES), _clip(v.description, MAX_TEXT_BYTES)) for v in violations
+        )
         self.retry_after_s = retry_after_s
 
     @property
@@ -282,3 +292,10 @@ def from_exception(error: BaseException) -> OmniError:
 def trailers(error: OmniError) -> tuple[tuple[str, bytes], ...]:
     """Trailing metadata that carries the details of ``error``."""
     return ((_STATUS_DETAILS_KEY, error.to_status().SerializeToString()),)
+
+
+def _clip(text: str, limit_bytes: int) -> str:
+    """``text``, or as much of its beginning as fits with an ellipsis behind it."""
+    if len(text) * 4 <= limit_bytes or len(encoded := text.encode(errors="replace")) <= limit_bytes:
+        return text
+    return encoded[: limit_bytes - 3].decode(errors="ignore") + "…"

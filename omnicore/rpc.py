@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE_NAME
@@ -75,7 +76,10 @@ def channel(target: str, credentials: grpc.ChannelCredentials | None = None) -> 
 
 
 class ErrorInterceptor(Interceptor):
-    """Turns typed errors that a servicer raises into gRPC status with details; unknown ones into INTERNAL, logged."""
+    """Turns typed errors that a servicer raises into gRPC status with details; unknown ones into INTERNAL, logged.
+
+    Bytes that are not the method's request message are INVALID_ARGUMENT; gRPC's own answer is UNKNOWN.
+    """
 
     async def intercept_service(
         self,
@@ -96,7 +100,7 @@ class ErrorInterceptor(Interceptor):
             inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
             return make(
                 _streaming(inner, method),
-                request_deserializer=handler.request_deserializer,
+                request_deserializer=_deserializer(handler, method),
                 response_serializer=handler.response_serializer,
             )
         make = (
@@ -105,14 +109,35 @@ class ErrorInterceptor(Interceptor):
         inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
         return make(
             _unary(inner, method),
-            request_deserializer=handler.request_deserializer,
+            request_deserializer=_deserializer(handler, method),
             response_serializer=handler.response_serializer,
         )
+
+
+def _deserializer(handler: grpc.RpcMethodHandler[Any, Any], method: str) -> Any:
+    """The handler's own, its failures typed. Of a stream they are raised to its reader. A single request is parsed
+    before there is anybody to raise to: the error takes its place until the wrapper raises it."""
+    parse: Any = handler.request_deserializer
+    if parse is None:
+        return None
+
+    def call(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError as error:
+            typed = errors.InvalidRequestError(f"not a request of {method}: {error}", reason="MALFORMED_MESSAGE")
+            if handler.request_streaming:
+                raise typed from error
+            return typed
+
+    return call
 
 
 def _unary(inner: Any, method: str) -> Any:
     async def call(request: Any, context: ServicerContext) -> Any:
         try:
+            if isinstance(request, errors.OmniError):
+                raise request
             return await inner(request, context)
         except Exception as error:  # noqa: BLE001 -- the edge of the process: everything becomes a status
             await _abort(context, error, method)
@@ -123,6 +148,8 @@ def _unary(inner: Any, method: str) -> Any:
 def _streaming(inner: Any, method: str) -> Any:
     async def call(request: Any, context: ServicerContext) -> AsyncIterator[Any]:
         try:
+            if isinstance(request, errors.OmniError):
+                raise request
             async for response in inner(request, context):
                 yield response
         except Exception as error:  # noqa: BLE001 -- the edge of the process: everything becomes a status

@@ -53,3 +53,19 @@ def test_unknown_status_code_is_internal() -> None:
     status = errors.UnavailableError("x").to_status()
     status.code = 2
     assert isinstance(errors.from_status(status), errors.InternalError)
+
+
+@pytest.mark.parametrize("letter", ["x", "ü", "😀"])
+def test_texts_are_cut_by_bytes_and_at_letters(letter: str) -> None:
+    text = letter * 5000
+    error = errors.InvalidRequestError(text, metadata={"a": text}, violations=[errors.FieldViolation(text, text)])
+    for cut, limit in (
+        (error.message, errors.MAX_TEXT_BYTES),
+        (error.metadata["a"], errors.MAX_NAME_BYTES),
+        (error.violations[0].field, errors.MAX_NAME_BYTES),
+        (error.violations[0].description, errors.MAX_TEXT_BYTES),
+    ):
+        assert limit - 8 < len(cut.encode()) <= limit
+        assert set(cut) == {letter, "…"}
+    fits = letter * (errors.MAX_TEXT_BYTES // len(letter.encode()))
+    assert errors.InvalidRequestError(fits).message == fits
