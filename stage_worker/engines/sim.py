@@ -25,8 +25,7 @@ from omnicore.errors import (
 from stage_worker.chunking import split_sentences
 from stage_worker.engine import EngineInfo, EngineOutput, EngineRequest, Finish, MediaInfo
 from stage_worker.engines import sim_content as content
-from stage_worker.engines.sim_loop import Sequence as LoopSequence
-from stage_worker.engines.sim_loop import StepLoop
+from stage_worker.engines.sim_loop import SimSequence, StepLoop
 from stage_worker.engines.sim_options import SimOptions, sim_options
 
 _AUDIO = MediaInfo("audio/pcm", content.SAMPLE_RATE_HZ, 1)
@@ -102,7 +101,7 @@ class SimEngine:
 
     # --- text -------------------------------------------------------------------------------------------------------
 
-    async def _text(self, request: EngineRequest, sequence: LoopSequence) -> AsyncGenerator[EngineOutput, None]:
+    async def _text(self, request: EngineRequest, sequence: SimSequence) -> AsyncGenerator[EngineOutput, None]:
         parts = [content.prompt_text(request.prompt)] if request.prompt is not None else []
         async for payload in _interleaved(request.inputs):
             text = payload.text if payload.text is not None else f"<{self._digest(payload):08x}>"
@@ -129,7 +128,7 @@ class SimEngine:
 
     # --- tensors, audio, pictures -----------------------------------------------------------------------------------
 
-    async def _media(self, request: EngineRequest, sequence: LoopSequence) -> AsyncGenerator[EngineOutput, None]:
+    async def _media(self, request: EngineRequest, sequence: SimSequence) -> AsyncGenerator[EngineOutput, None]:
         options = self._options
         seed = options.seed + request.sampling.seed
         loop = asyncio.get_running_loop()
@@ -199,7 +198,7 @@ class SimEngine:
     def _digest(self, payload: Payload) -> int:
         return content.checked_digest(payload) if self._options.checksum else content.payload_digest(payload)
 
-    async def _next(self, sequence: LoopSequence) -> EngineOutput:
+    async def _next(self, sequence: SimSequence) -> EngineOutput:
         output = await sequence.next_output()
         if sequence.was_paused:
             self._loop.changed()
@@ -212,7 +211,7 @@ class SimEngine:
             return -1
         return max(0, options.fail_after_tokens)
 
-    def _stops_here(self, sequence: LoopSequence, fails_at: int) -> bool:
+    def _stops_here(self, sequence: SimSequence, fails_at: int) -> bool:
         """Apply the configured faults before an output: raises, or True if the engine hangs from now on."""
         made, options = sequence.made, self._options
         if made == options.crash_after_tokens:

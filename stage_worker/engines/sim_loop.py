@@ -19,7 +19,7 @@ _MOST_UNREAD = 64
 """Outputs that may lie unread before a sequence pauses: its reader is slow, the others go on."""
 
 
-class Sequence:
+class SimSequence:
     """One request in the loop."""
 
     def __init__(self, request_id: str) -> None:
@@ -102,8 +102,8 @@ class StepLoop:
     def __init__(self, period_s: float, max_num_seqs: int) -> None:
         self._period_s = period_s
         self._max_num_seqs = max_num_seqs
-        self._running: dict[str, Sequence] = {}
-        self._waiting: dict[str, tuple[Sequence, asyncio.Future[None]]] = {}
+        self._running: dict[str, SimSequence] = {}
+        self._waiting: dict[str, tuple[SimSequence, asyncio.Future[None]]] = {}
         self._probes: list[asyncio.Future[None]] = []
         self._wakeup = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -126,10 +126,10 @@ class StepLoop:
         """Begin to step."""
         self._task = asyncio.create_task(self._run(), name="sim-step-loop")
 
-    async def admit(self, request_id: str) -> Sequence:
+    async def admit(self, request_id: str) -> SimSequence:
         """A sequence with a place; waits for one. Leave by ``remove``, also when this was cancelled."""
         self._check_alive()
-        sequence = Sequence(request_id)
+        sequence = SimSequence(request_id)
         if self._max_num_seqs and len(self._running) >= self._max_num_seqs:
             place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting[request_id] = (sequence, place)
@@ -153,7 +153,7 @@ class StepLoop:
     def abort(self, request_id: str) -> bool:
         """End one sequence."""
         sequence = self._running.get(request_id) or next(iter(self._waiting.get(request_id, ())), None)
-        if not isinstance(sequence, Sequence):
+        if not isinstance(sequence, SimSequence):
             return False
         sequence.end(RequestCancelledError(f"{request_id}: aborted"))
         return True
