@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
+from gateway.http.protocol import BoundedProtocol
 from omnicore import errors
 
 _BACKLOG = 2048
@@ -35,13 +36,15 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """Serves an application on one address: ``start``, then ``close``."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+    def __init__(
+        self, app: ASGIApp, host: str, port: int, *, protocol: type[BoundedProtocol] = BoundedProtocol
+    ) -> None:
         self.port = port
         self._socket = _bind(host, port)
         self.port = self._socket.getsockname()[1]
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=protocol,
             ws="none",
             lifespan="off",
             log_config=None,
