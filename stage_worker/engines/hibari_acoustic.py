@@ -103,7 +103,7 @@ class HibariAcousticEngine(ThreadEngine):
         return Payload(tensors=tensors, metadata={"text": text, "sample_rate_hz": int(self._tts.sample_rate)})
 
     def _check_voice(self, voice: str) -> None:
-        if voice and voice != self._voice and voice not in _OPENAI_VOICES:
+        if voice not in ("", "default", self._voice) and voice not in _OPENAI_VOICES:
             raise InvalidRequestError.field(
                 "speech.voice", f"this model has the voice {self._voice!r}, got {voice!r}; leave it out for that"
             )

@@ -195,7 +195,7 @@ class SpeechOptions(_message.Message):
     VOICE_FIELD_NUMBER: _builtins.int
     SPEED_FIELD_NUMBER: _builtins.int
     voice: _builtins.str
-    """Voice name; empty takes the model's own."""
+    """Voice name; empty or "default" takes the model's own."""
     speed: _builtins.float
     """0.25 to 4; 0 takes 1."""
     def __init__(
