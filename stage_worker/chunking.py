@@ -99,12 +99,14 @@ class SentenceCutter:
 
     def feed(self, text: str) -> Sequence[str]:
         """Add ``text``; returns the sentences that are complete now."""
-        self._buffer += text
         pieces: list[str] = []
-        while (end := self._next_end()) is not None:
-            pieces.append(self._buffer[:end])
-            self._buffer = self._buffer[end:]
-            self._scan = 0
+        # By slices: every search and copy below is over the buffer, and a long text is one call.
+        for start in range(0, len(text), self._max_chars):
+            self._buffer += text[start : start + self._max_chars]
+            while (end := self._next_end()) is not None:
+                pieces.append(self._buffer[:end])
+                self._buffer = self._buffer[end:]
+                self._scan = 0
         return pieces or _NOTHING
 
     def flush(self) -> Sequence[str]:

@@ -94,3 +94,12 @@ def test_step_and_final() -> None:
 def test_a_plan_must_say_how() -> None:
     with pytest.raises(InvalidRequestError, match="STEP, SENTENCE or FINAL"):
         text_cutter(pipeline_pb2.CHUNK_BY_UNSPECIFIED)
+
+
+@pytest.mark.parametrize("unit", ["hello there. ", "a", "Mr. ", "1.", "a b\n"])
+def test_a_long_text_costs_in_proportion_to_its_length(unit: str) -> None:
+    """It is cut in the event loop of a worker. Searched as a whole, any of these took minutes or hours."""
+    text = unit * (200_000 // len(unit))
+    pieces = split_sentences(text)
+    assert "".join(pieces).rstrip() == text.rstrip()
+    assert max(map(len, pieces)) <= 300
