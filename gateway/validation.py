@@ -13,6 +13,12 @@ from omni.v1 import prompt_pb2, sampling_pb2
 from omnicore import errors
 
 MAX_ID_CHARS = 256
+# Reading a prompt costs the gateway by the message and part, a worker by the stop text at every token: a body of many
+# tiny ones would hold up everybody else's requests for seconds.
+MAX_MESSAGE_PARTS = 4096
+"""Of all messages of a prompt; a message without parts counts as one."""
+MAX_STOPS = 64
+MAX_STOP_TOKENS = 1024
 # Roles of ChatMessage, as in prompt.proto.
 ROLES = ("system", "user", "assistant", "developer", "tool")
 
@@ -90,6 +96,9 @@ def check_sampling(sampling: sampling_pb2.SamplingParams, prefix: str = "") -> N
         raise errors.InvalidRequestError.field(
             prefix + "min_tokens", f"must be at most max_tokens ({sampling.max_tokens}), got {sampling.min_tokens}"
         )
+    for name, limit in (("stop", MAX_STOPS), ("stop_token_ids", MAX_STOP_TOKENS)):
+        if (count := len(getattr(sampling, name))) > limit:
+            raise errors.InvalidRequestError.field(prefix + name, f"at most {limit}, got {count}")
     for index, text in enumerate(sampling.stop):
         if not text:
             raise errors.InvalidRequestError.field(f"{prefix}stop[{index}]", "must not be empty")
@@ -118,6 +127,7 @@ def check_prompt(prompt: prompt_pb2.Prompt, limit_bytes: int, field: str = "prom
     if kind == "chat":
         if not prompt.chat.messages:
             raise errors.InvalidRequestError.field(f"{field}.chat.messages", "must have at least one message")
+        check_parts(f"{field}.chat.messages", sum(len(message.parts) or 1 for message in prompt.chat.messages))
         for index, message in enumerate(prompt.chat.messages):
             if message.role not in ROLES:
                 raise errors.InvalidRequestError.field(
@@ -135,6 +145,14 @@ def check_prompt(prompt: prompt_pb2.Prompt, limit_bytes: int, field: str = "prom
     if (size := prompt.ByteSize()) > limit_bytes:
         raise errors.InvalidRequestError.field(
             field, f"must be at most {limit_bytes} bytes, got {size}", reason="PROMPT_TOO_LARGE"
+        )
+
+
+def check_parts(field: str, count: int) -> None:
+    """A prompt's messages have not too many parts in all."""
+    if count > MAX_MESSAGE_PARTS:
+        raise errors.InvalidRequestError.field(
+            field, f"at most {MAX_MESSAGE_PARTS} messages and content parts", reason="PROMPT_TOO_LARGE"
         )
 
 

@@ -91,8 +91,13 @@ def parse_chat(body: object, pipelines: Mapping[str, PipelineGraph], prompt_limi
     messages = fields.array("messages", required=True) or []
     if not messages:
         raise errors.InvalidRequestError.field("messages", "must have at least one message")
+    validation.check_parts("messages", len(messages))
+    parts = 0
     for index, message in enumerate(messages):
-        _message(Fields(message, f"messages[{index}]"), prompt.chat.messages.add())
+        made = prompt.chat.messages.add()
+        _message(Fields(message, f"messages[{index}]"), made)
+        parts += len(made.parts) or 1
+        validation.check_parts("messages", parts)
     validation.check_prompt(prompt, prompt_limit_bytes, "messages")
     sampling = read_sampling(fields)
     session_id = fields.string("session_id", "") or ""
@@ -193,6 +198,7 @@ def _message(fields: Fields, message: prompt_pb2.ChatMessage) -> None:
     if isinstance(content, str):
         message.parts.add(text=content)
     elif isinstance(content, list):
+        validation.check_parts(fields.at("content"), len(content))
         if not content:
             raise errors.InvalidRequestError.field(fields.at("content"), "must have at least one part")
         for index, part in enumerate(content):

@@ -184,6 +184,24 @@ def test_a_prompt_that_does_not_fit_a_message_is_refused() -> None:
         parse_chat({"model": "text", "messages": USER}, PIPELINES, 10)
 
 
+def test_what_costs_by_the_piece_is_bounded() -> None:
+    most = validation.MAX_MESSAGE_PARTS
+    assert len(chat(messages=USER * most).prompt.chat.messages) == most
+    path, message = refused(messages=USER * (most + 1))
+    assert path == "messages"
+    assert str(most) in message
+    text = {"type": "text", "text": "a"}
+    assert refused(messages=[{"role": "user", "content": [text] * 600}] * 7)[0] == "messages"
+    assert refused(messages=[{"role": "user", "content": [text] * 5000}])[0] == "messages[0].content"
+    assert refused(stop=["x"] * 65) == ("stop", "stop: at most 64, got 65")
+    assert refused(stop_token_ids=[1] * 1025)[0] == "stop_token_ids"
+    typed = prompt_pb2.Prompt()
+    for _ in range(most + 1):
+        typed.chat.messages.add(role="user").parts.add(text="a")
+    with pytest.raises(errors.InvalidRequestError, match=r"prompt\.chat\.messages"):
+        validation.check_prompt(typed, LIMIT, "prompt")
+
+
 def test_speech() -> None:
     asked = parse_speech({"model": "speech", "input": "hi", "voice": "anna", "speed": 0.5}, PIPELINES, LIMIT)
     assert (asked.prompt.text, asked.speech.voice, asked.speech.speed) == ("hi", "anna", 0.5)
