@@ -13,6 +13,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import gc
 import importlib.metadata
 import logging
 import os
@@ -272,6 +273,7 @@ class VllmEngine:
         if self._in_process:
             from vllm.v1.engine.llm_engine import LLMEngine
 
+            gc.freeze()
             return LLMEngine.from_engine_args(args_class(model=model, disable_log_stats=True, **arguments))
         from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -93,7 +93,8 @@ class GgufFile:
         if info is None:
             raise DataLossError(f"{self._path.name}: has no tensor {name!r}")
         raw = np.frombuffer(self._map[info.offset : info.offset + info.size_bytes], np.uint8)
-        return _DECODERS[_TENSOR_TYPES[info.type_id].name](raw).reshape(info.shape)
+        values: npt.NDArray[np.float32] = _DECODERS[_TENSOR_TYPES[info.type_id].name](raw)
+        return values.reshape(info.shape)
 
     def _parse(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
         if self._map[:4] != _MAGIC:
