@@ -164,8 +164,14 @@ class RequestState:
             self.stoppable.stop()
 
     def abort(self, reason: str) -> None:
-        """The client is gone, or somebody ended the request."""
+        """The client is gone, or somebody ended the request: output that waits is not wanted any more.
+
+        It is let go here: a request is part of a cycle with its attempt, which may outlive it for long.
+        """
         self.end("aborted", errors.RequestCancelledError(f"request {self.request_id} was aborted: {reason}"))
+        if self.status != "finished":
+            self._outputs.clear()
+            self._buffered_bytes = 0
 
     # -- the consumer --
 
