@@ -248,7 +248,7 @@ class VllmEngine:
             # Its log lines then come through ours. An engine core of its own keeps vLLM's format.
             os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
             logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
-        compiler = vllm_quick_start.compiler_left_out() if quick else contextlib.nullcontext()
+        compiler = vllm_quick_start.compiler_left_out(_import_vllm) if quick else contextlib.nullcontext()
         with vllm_quick_start.collector_paused(), compiler:
             return self._make(model)
 
@@ -296,6 +296,10 @@ class VllmEngine:
             def log_engine_initialized(self) -> None: ...
 
         return UsageLogger
+
+
+def _import_vllm() -> None:
+    import vllm  # noqa: F401
 
 
 async def _prompt(request: EngineRequest) -> prompt_pb2.Prompt:

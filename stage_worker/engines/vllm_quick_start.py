@@ -42,8 +42,8 @@ def collector_paused() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def compiler_left_out() -> Iterator[None]:
-    """Import vLLM inside. Does nothing if the compiler or vLLM is loaded already."""
+def compiler_left_out(import_vllm: Callable[[], object]) -> Iterator[None]:
+    """Import the rest of vLLM inside. Does nothing if the compiler or vLLM is loaded already."""
     if {_INDUCTOR, "vllm"} & set(sys.modules):
         yield
         return
@@ -55,7 +55,7 @@ def compiler_left_out() -> Iterator[None]:
     # vLLM patches the compiler if it can be imported, and goes on if not: for this one import it cannot.
     sys.modules[_INDUCTOR] = None  # type: ignore[assignment]
     try:
-        import vllm  # noqa: F401  loads vllm.env_override, which does the patching
+        import_vllm()  # the package itself loads vllm.env_override, which does the patching
     finally:
         del sys.modules[_INDUCTOR]
     _LazyPackage.install(_INDUCTOR)
