@@ -153,6 +153,7 @@ class ThreadRunner:
             while self._run_commands(engine):
                 if engine.has_unfinished_requests():
                     outputs = engine.step()
+                    self._kv_usage = _scheduler_usage(engine)
                     if outputs:
                         self._post(self._deliver, outputs)
         except Exception as error:
@@ -164,7 +165,6 @@ class ThreadRunner:
 
     def _run_commands(self, engine: Any) -> bool:
         """Run what is waiting, and wait for something if there is nothing to step. False: stop."""
-        self._kv_usage = _scheduler_usage(engine)
         wait = not engine.has_unfinished_requests()
         while True:
             try:
@@ -177,6 +177,7 @@ class ThreadRunner:
             function, done = command
             try:
                 result = function(engine)
+                self._kv_usage = _scheduler_usage(engine)
             except Exception as error:  # noqa: BLE001  it belongs to the caller, who gets it
                 self._post(_reject, done, error)
             else:
