@@ -53,9 +53,25 @@ def acquire(data_dir: str | Path | None) -> WorkDir:
     lock = _lock(data)
     sockets = data
     if len(os.fsencode(data)) > _MAX_SOCKET_DIR_BYTES:
-        sockets = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        try:
+            sockets = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_short_temporary_dir()))
+        except (OSError, errors.FailedPreconditionError):
+            WorkDir(data, data, temporary, lock).release()
+            raise
         temporary.append(sockets)
     return WorkDir(data, sockets, temporary, lock)
+
+
+def _short_temporary_dir() -> str:
+    """Where a directory for sockets can be made: the usual place, unless TMPDIR is itself too long."""
+    for base in (tempfile.gettempdir(), "/tmp", "/var/tmp"):
+        made_bytes = len(os.fsencode(base)) + len(f"/{_PREFIX}12345678")
+        if made_bytes <= _MAX_SOCKET_DIR_BYTES and os.access(base, os.W_OK | os.X_OK):
+            return base
+    raise errors.FailedPreconditionError(
+        f"no temporary directory whose path leaves room for a Unix socket ({_MAX_SOCKET_DIR_BYTES} bytes): set TMPDIR",
+        reason="ETCD_DATA_DIR",
+    )
 
 
 def _make_private(path: Path) -> None:

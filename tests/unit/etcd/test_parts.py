@@ -148,3 +148,22 @@ def test_temporary_directories_of_killed_launchers_are_removed(tmp_path: Path, m
     in_use.release()
     again.release()
     assert {path.name for path in tmp_path.iterdir()} == {"omniplane-etcd-new", "something-else"}
+
+
+def test_sockets_find_room_where_the_temporary_directory_has_a_long_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from control_plane.etcd import workdir
+
+    long = tmp_path / ("d" * 120)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))  # as a long TMPDIR would
+    directory = workdir.acquire(None)
+    try:
+        assert directory.data.parent == long
+        assert len(str(directory.sockets / "client:0")) < 108
+        assert directory.sockets.stat().st_mode & 0o777 == 0o700
+    finally:
+        directory.release()
+    assert not directory.sockets.exists()
+    assert not directory.data.exists()
