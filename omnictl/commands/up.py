@@ -117,7 +117,7 @@ async def run(args: argparse.Namespace) -> int:
         view.phase(False)  # gives the terminal its cursor back
         supervisor.kill_all()
 
-    code = InternalError.row.exit_code
+    code, process_failed = InternalError.row.exit_code, False
     with StopSignals(stop_at_once) as stop:
         try:
             code = await _run_until_stopped(plan, cluster, view, stop)
@@ -127,11 +127,13 @@ async def run(args: argparse.Namespace) -> int:
         except OmniError as error:
             view.phase(False)
             _report(error)
-            code = error.row.exit_code
+            process_failed = isinstance(error, StartFailedError)
+            code = error.exit_code if isinstance(error, StartFailedError) else error.row.exit_code
         finally:
             await cluster.stop()
             view.phase(False)
-            _clean_up(plan, code, view)
+            went_well = code in (0, InvalidRequestError.row.exit_code) or code > 128
+            _clean_up(plan, view, keep_logs=process_failed or not went_well)
     return code
 
 
@@ -325,11 +327,11 @@ def _report(error: OmniError) -> None:
         print(line, file=sys.stderr)
 
 
-def _clean_up(plan: _Plan, code: int, view: View) -> None:
+def _clean_up(plan: _Plan, view: View, *, keep_logs: bool) -> None:
     """Keep the logs of a run that went wrong, and nothing else."""
     if plan.keep_run_dir:
         return
-    if code in (0, InvalidRequestError.row.exit_code) or code > 128:
+    if not keep_logs:
         shutil.rmtree(plan.run_dir, ignore_errors=True)
         return
     shutil.rmtree(plan.run_dir / "etcd", ignore_errors=True)

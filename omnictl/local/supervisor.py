@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from omnicore.clock import SYSTEM_CLOCK, Clock
-from omnicore.errors import InternalError
+from omnicore.errors import InternalError, InvalidRequestError
 from omnictl.local.process import Files, Process, ProcessEndedError, end_text
 from omnictl.local.restart import RestartPolicy
 
@@ -79,13 +79,16 @@ class Member:
 
 
 class StartFailedError(InternalError):
-    """A process did not become ready; ``log_lines`` are the last that it wrote."""
+    """A process did not become ready; ``log_lines`` are the last that it wrote. ``exit_code`` is for ``up``: that of
+    wrong input if the process ended because of it, such as an engine that does not exist."""
 
     default_reason = "START_FAILED"
 
-    def __init__(self, name: str, why: str, log_lines: list[str], log: Path) -> None:
+    def __init__(self, name: str, why: str, log_lines: list[str], log: Path, process_code: int = 1) -> None:
         super().__init__(f"{name} {why}", metadata={"process": name, "hint": f"its whole log is {log}"})
         self.log_lines = log_lines
+        wrong_input = InvalidRequestError.row.exit_code
+        self.exit_code = wrong_input if process_code == wrong_input else self.row.exit_code
 
 
 class Supervisor:
@@ -182,7 +185,7 @@ class Supervisor:
                 why = end_text(code)
             if not first.done():
                 self._set(member, State.FAILED)
-                first.set_exception(StartFailedError(spec.name, why, process.tail(TAIL_LINES), files.log))
+                first.set_exception(StartFailedError(spec.name, why, process.tail(TAIL_LINES), files.log, code or 1))
                 first.exception()  # retrieved: nobody waits for it any more if the launch was cancelled
                 return
             if code == 0 and spec.may_leave:

@@ -103,7 +103,7 @@ def test_a_file_with_faults_is_code_2_and_a_line_for_each(cli: Cli) -> None:
 def test_a_worker_that_cannot_start_ends_it_with_the_reason(cli: Cli, one_stage: str) -> None:
     cli.environ["OMNI_STAGE_WORKER_LOG_LEVEL"] = "loud"
     done = cli.run("up", one_stage, *ANY_PORT, timeout_s=START_S)
-    assert done.code == 1
+    assert done.code == 2  # the worker's own: wrong input, not a fault
     assert "error: only-0 exited with code 2" in done.err
     assert any(line.startswith("  | ") and "OMNI_STAGE_WORKER_LOG_LEVEL" in line for line in done.err.splitlines())
     logs = cli.directory / "tmp"
@@ -111,6 +111,12 @@ def test_a_worker_that_cannot_start_ends_it_with_the_reason(cli: Cli, one_stage:
     assert len(kept) == 1
     assert (Path(kept[0].removeprefix("logs are kept in ")) / "only-0.log").exists()
     assert processes_of(logs) == {}
+
+
+def test_an_unknown_engine_is_wrong_input(cli: Cli, one_stage: str) -> None:
+    done = cli.run("up", one_stage, *ANY_PORT, "--engine", "nope", timeout_s=START_S)
+    assert done.code == 2
+    assert "unknown engine 'nope'; known: " in done.err
 
 
 @pytest.mark.parametrize("flag", ["--http", "--grpc", "--control-plane-listen"])
