@@ -101,6 +101,8 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         validation.check_task(graph, task)
         modalities = validation.check_modalities(graph, task, list(request.modalities) or None)
         validation.check_prompt(request.prompt, self._max_prompt_bytes)
+        if task == "speech":
+            validation.check_text_to_speak(request.prompt, "prompt.text")
         validation.check_sampling(request.sampling, "sampling.")
         validation.check_speech(request.speech)
         validation.check_id("request_id", request.request_id)

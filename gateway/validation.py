@@ -19,6 +19,8 @@ MAX_MESSAGE_PARTS = 4096
 """Of all messages of a prompt; a message without parts counts as one."""
 MAX_STOPS = 64
 MAX_STOP_TOKENS = 1024
+MAX_SPEECH_CHARS = 4096
+"""Of one text to speak: OpenAI's own limit for ``input``."""
 # Roles of ChatMessage, as in prompt.proto.
 ROLES = ("system", "user", "assistant", "developer", "tool")
 
@@ -117,6 +119,14 @@ def check_speech(speech: prompt_pb2.SpeechOptions, prefix: str = "speech.") -> N
     """Speed is in its range; 0 stands for 1."""
     if speech.speed != 0:
         check_range(f"{prefix}speed", speech.speed, 0.25, 4.0)
+
+
+def check_text_to_speak(prompt: prompt_pb2.Prompt, field: str) -> None:
+    """A text given to the speech task is not longer than one request may be."""
+    if (length := len(prompt.text)) > MAX_SPEECH_CHARS:
+        raise errors.InvalidRequestError.field(
+            field, f"must be at most {MAX_SPEECH_CHARS} characters, got {length}", reason="PROMPT_TOO_LARGE"
+        )
 
 
 def check_prompt(prompt: prompt_pb2.Prompt, limit_bytes: int, field: str = "prompt") -> None:

@@ -40,6 +40,7 @@ def parse_speech(body: object, pipelines: Mapping[str, PipelineGraph], prompt_li
     if not text.strip():
         raise errors.InvalidRequestError.field("input", "must not be empty")
     prompt = prompt_pb2.Prompt(text=text)
+    validation.check_text_to_speak(prompt, "input")
     validation.check_prompt(prompt, prompt_limit_bytes, "input")
     speech = prompt_pb2.SpeechOptions(voice=fields.string("voice", "") or "")
     if (speed := fields.number("speed")) is not None:

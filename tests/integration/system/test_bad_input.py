@@ -71,6 +71,7 @@ def test_chat_says_what_is_wrong(system: System, body: bytes, status: int, param
     [
         ({"input": ""}, "input"),
         ({"input": 7}, "input"),
+        ({"input": "a" * 4097}, "input"),
         ({"response_format": "ogg"}, "response_format"),
         ({"speed": 9}, "speed"),
     ],
