@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import datetime
+import weakref
 from typing import Final
 
 from control_plane import codec, compat, states, validate
@@ -79,12 +80,20 @@ class Membership:
         self._records = records
         self._keys = table.keys
         self._lease_ttl_s = lease_ttl_s
+        self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
     async def register(self, request: pb.RegisterRequest, peer: str) -> Claim:
         """Claim an id for an instance. ``peer`` is the caller's address. Raises as the proto of Register says."""
         validate.register_request(request)
         self._table.require_loaded()
         compat.check_reachable(request.endpoint, peer)
+        # Repeats of one instance take turns: at once, each would reserve an id of its own, and the winner's might not
+        # be the lowest free one.
+        lock = self._turns.setdefault(request.instance_uuid, asyncio.Lock())
+        async with lock:
+            return await self._register(request)
+
+    async def _register(self, request: pb.RegisterRequest) -> Claim:
         backoff = Backoff(0.01, 0.2)
         for _ in range(_MAX_ATTEMPTS):
             ground = await self._ground(request)
