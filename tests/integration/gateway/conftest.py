@@ -31,12 +31,17 @@ class Stand:
     addresses: dict[str, str]
 
     async def ready(self, *pipelines: str) -> None:
-        """Wait until these can serve."""
+        """Wait until these can serve, and every worker that lives has a session."""
         await wait_until(
             lambda: all(self.gateway.router.ready_pipelines().get(name, False) for name in pipelines),
             what=f"ready: {', '.join(pipelines)}",
         )
-        await wait_until(lambda: all(s.connected for s in self.gateway.router.sessions.values()), what="sessions")
+        await wait_until(self._all_connected, what="a session with every worker that lives")
+
+    def _all_connected(self) -> bool:
+        # Not every session: that of a killed worker keeps trying for as long as its record stays.
+        sessions = self.gateway.router.sessions
+        return all(claim in sessions and sessions[claim].connected for claim in self.cluster.claims())
 
     async def post(self, path: str, body: Any) -> tuple[int, dict[str, Any]]:
         """Status and JSON of one response."""
@@ -56,7 +61,7 @@ class Stand:
 
     async def settled(self) -> None:
         """Nothing of any request is left: neither here nor at the workers."""
-        await wait_until(lambda: self.left() == [], 5, "all tables back to zero")
+        await wait_until(lambda: self.left() == [], what="all tables back to zero")
 
     def left(self) -> list[str]:
         """What still holds something."""

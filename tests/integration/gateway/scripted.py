@@ -24,6 +24,9 @@ from omnicore import errors, rpc
 
 Script = Callable[["Call"], Awaitable[None]]
 
+# As control planes do: a gateway takes a watch that is silent for longer for one that hangs.
+BOOKMARK_S = 1.0
+
 
 @dataclasses.dataclass(slots=True)
 class Call:
@@ -83,8 +86,13 @@ class ScriptedWorker(stage_service_pb2_grpc.StageServiceServicer):
         )
         self.endpoint = f"127.0.0.1:{self._server.port}"
 
+    @property
+    def alive(self) -> bool:
+        """True from ``start`` to ``kill``."""
+        return self._server is not None
+
     async def kill(self) -> None:
-        """As SIGKILL looks from outside: connections break, the port is closed."""
+        """As SIGKILL looks from outside: connections break, the port is closed. Its record stays: leases outlive."""
         if self._server is not None:
             server, self._server = self._server, None
             await server.server.stop(None)
@@ -202,7 +210,11 @@ class ScriptedControlPlane(
                 revision=self.revision, snapshot=True, changed=self.replicas.values()
             )
             while True:
-                yield await messages.get()
+                try:
+                    message = await asyncio.wait_for(messages.get(), BOOKMARK_S)
+                except TimeoutError:
+                    message = registry_service_pb2.WatchReplicasResponse(revision=self.revision)
+                yield message
         finally:
             self._watchers.discard(messages)
 
@@ -212,7 +224,9 @@ class ScriptedControlPlane(
         yield pipeline_service_pb2.WatchPipelinesResponse(
             revision=self.revision, snapshot=True, changed=self.pipelines.values()
         )
-        await asyncio.Event().wait()
+        while True:
+            await asyncio.sleep(BOOKMARK_S)
+            yield pipeline_service_pb2.WatchPipelinesResponse(revision=self.revision)
 
 
 @dataclasses.dataclass(slots=True)
@@ -230,6 +244,17 @@ class Cluster:
         self.workers.append(worker)
         self.control_plane.put(worker.record())
         return worker
+
+    def claims(self) -> list[tuple[str, int, int, int]]:
+        """Pipeline, stage, replica and epoch of every worker that lives and whose record is the current one."""
+        found = []
+        for worker in self.workers:
+            ref = worker.ref
+            key = (ref.stage.pipeline, ref.stage.stage_id, ref.replica_id)
+            record = self.control_plane.replicas.get(key)
+            if worker.alive and record is not None and record.ref.epoch == ref.epoch:
+                found.append((*key, ref.epoch))
+        return found
 
 
 @contextlib.asynccontextmanager
