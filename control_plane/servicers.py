@@ -215,6 +215,13 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
             reason="POLICY_UNIMPLEMENTED",
         )
 
+    async def RestartStage(  # noqa: N802
+        self, request: admin_service_pb2.RestartStageRequest, context: ServicerContext
+    ) -> AsyncIterator[admin_service_pb2.RestartStageResponse]:
+        """One replica after the other."""
+        raise UnimplementedError("rolling restarts come soon", reason="RESTART_UNIMPLEMENTED")
+        yield
+
     async def CollectiveRpc(  # noqa: N802
         self, request: admin_service_pb2.CollectiveRpcRequest, context: ServicerContext
     ) -> admin_service_pb2.CollectiveRpcResponse:

@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.rpc import status_pb2 as _status_pb2
 from omni.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
@@ -22,6 +23,50 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _RestartStep:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RestartStepEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RestartStep.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RESTART_STEP_UNSPECIFIED: _RestartStep.ValueType  # 0
+    """Never sent."""
+    RESTART_STEP_PLANNED: _RestartStep.ValueType  # 1
+    """First of all: how many replicas there are to restart."""
+    RESTART_STEP_DRAINING: _RestartStep.ValueType  # 2
+    """The replica was asked to drain."""
+    RESTART_STEP_LEFT: _RestartStep.ValueType  # 3
+    """It has left; its successor is awaited."""
+    RESTART_STEP_READY: _RestartStep.ValueType  # 4
+    """Its successor is READY."""
+    RESTART_STEP_SKIPPED: _RestartStep.ValueType  # 5
+    """It is left alone; `detail` says why."""
+    RESTART_STEP_FAILED: _RestartStep.ValueType  # 6
+    """It did not leave or come back in time. The stream ends with an error next."""
+    RESTART_STEP_FINISHED: _RestartStep.ValueType  # 7
+    """Last of all: every replica was restarted or skipped."""
+
+class RestartStep(_RestartStep, metaclass=_RestartStepEnumTypeWrapper):
+    """RestartStep is what a message of a restart tells."""
+
+RESTART_STEP_UNSPECIFIED: RestartStep.ValueType  # 0
+"""Never sent."""
+RESTART_STEP_PLANNED: RestartStep.ValueType  # 1
+"""First of all: how many replicas there are to restart."""
+RESTART_STEP_DRAINING: RestartStep.ValueType  # 2
+"""The replica was asked to drain."""
+RESTART_STEP_LEFT: RestartStep.ValueType  # 3
+"""It has left; its successor is awaited."""
+RESTART_STEP_READY: RestartStep.ValueType  # 4
+"""Its successor is READY."""
+RESTART_STEP_SKIPPED: RestartStep.ValueType  # 5
+"""It is left alone; `detail` says why."""
+RESTART_STEP_FAILED: RestartStep.ValueType  # 6
+"""It did not leave or come back in time. The stream ends with an error next."""
+RESTART_STEP_FINISHED: RestartStep.ValueType  # 7
+"""Last of all: every replica was restarted or skipped."""
+Global___RestartStep: _TypeAlias = RestartStep  # noqa: Y015
+
 @_typing.final
 class CordonReplicaRequest(_message.Message):
     """CordonReplicaRequest names a replica."""
@@ -32,7 +77,7 @@ class CordonReplicaRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Any unique text: names the call in the control plane's log."""
+    """Any unique text of at most 200 characters: see AdminService."""
     reason: _builtins.str
     """For people: kept beside the record or shown in the log."""
     @_builtins.property
@@ -91,7 +136,7 @@ class UncordonReplicaRequest(_message.Message):
     REPLICA_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Any unique text: names the call in the control plane's log."""
+    """Any unique text of at most 200 characters: see AdminService."""
     @_builtins.property
     def replica(self) -> _types_pb2.ReplicaRef:
         """Epoch 0 means: whoever holds the id now."""
@@ -149,7 +194,7 @@ class DrainReplicaRequest(_message.Message):
     DEADLINE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Any unique text: names the call in the control plane's log."""
+    """Any unique text of at most 200 characters: see AdminService."""
     reason: _builtins.str
     """For people: kept beside the record or shown in the log."""
     @_builtins.property
@@ -158,7 +203,9 @@ class DrainReplicaRequest(_message.Message):
 
     @_builtins.property
     def deadline(self) -> _duration_pb2.Duration:
-        """In-flight requests may take this long; unset takes the worker's own limit. UNIMPLEMENTED if set, so far."""
+        """What runs may take this long, 0 to 24 h, from when the worker hears of it (its next beat); unset takes the worker's
+        own limit.
+        """
 
     def __init__(
         self,
@@ -214,7 +261,7 @@ class EvictReplicaRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Any unique text: names the call in the control plane's log."""
+    """Any unique text of at most 200 characters: see AdminService."""
     reason: _builtins.str
     """For people: kept beside the record or shown in the log."""
     @_builtins.property
@@ -268,9 +315,9 @@ class SetBalancingPolicyRequest(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
-    """"power-of-two", "round-robin", …"""
+    """"power-of-two", "round-robin", "random" or "least-queue-length"; empty takes back what was set."""
     request_id: _builtins.str
-    """Any unique text: names the call in the control plane's log."""
+    """Any unique text of at most 200 characters: see AdminService."""
     @_builtins.property
     def stage(self) -> _types_pb2.StageRef:
         """Required."""
@@ -297,20 +344,122 @@ class SetBalancingPolicyResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REVISION_FIELD_NUMBER: _builtins.int
+    PREVIOUS_POLICY_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Store revision."""
+    previous_policy: _builtins.str
+    """What was set before; empty for nothing."""
     def __init__(
         self,
         *,
         revision: _builtins.int = ...,
+        previous_policy: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["previous_policy", b"previous_policy", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetBalancingPolicyResponse: _TypeAlias = SetBalancingPolicyResponse  # noqa: Y015
+
+@_typing.final
+class RestartStageRequest(_message.Message):
+    """RestartStageRequest names a stage and how gently to go about it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    MAX_UNAVAILABLE_FIELD_NUMBER: _builtins.int
+    DRAIN_DEADLINE_FIELD_NUMBER: _builtins.int
+    READY_TIMEOUT_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    max_unavailable: _builtins.int
+    """At most this many of its replicas are away at a time; 0 means 1."""
+    request_id: _builtins.str
+    """Any unique text of at most 200 characters: see AdminService."""
+    reason: _builtins.str
+    """For people: shown in the log."""
+    @_builtins.property
+    def stage(self) -> _types_pb2.StageRef:
+        """Required."""
+
+    @_builtins.property
+    def drain_deadline(self) -> _duration_pb2.Duration:
+        """What runs on a replica may take this long, 0 to 24 h; unset takes the worker's own limit."""
+
+    @_builtins.property
+    def ready_timeout(self) -> _duration_pb2.Duration:
+        """From the moment a replica has left, its successor may take this long until it is READY; unset means 10 min."""
+
+    def __init__(
+        self,
+        *,
+        stage: _types_pb2.StageRef | None = ...,
+        max_unavailable: _builtins.int = ...,
+        drain_deadline: _duration_pb2.Duration | None = ...,
+        ready_timeout: _duration_pb2.Duration | None = ...,
+        request_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain_deadline", b"drain_deadline", "ready_timeout", b"ready_timeout", "stage", b"stage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_deadline", b"drain_deadline", "max_unavailable", b"max_unavailable", "ready_timeout", b"ready_timeout", "reason", b"reason", "request_id", b"request_id", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartStageRequest: _TypeAlias = RestartStageRequest  # noqa: Y015
+
+@_typing.final
+class RestartStageResponse(_message.Message):
+    """RestartStageResponse is one step of a restart."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    REPLICA_FIELD_NUMBER: _builtins.int
+    SUCCESSOR_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    step: Global___RestartStep.ValueType
+    """What happened."""
+    done: _builtins.int
+    """Replicas that were restarted so far."""
+    total: _builtins.int
+    """Replicas to restart in this call."""
+    detail: _builtins.str
+    """For people: why, how long it took, what to do."""
+    revision: _builtins.int
+    """Store revision."""
+    @_builtins.property
+    def replica(self) -> _types_pb2.ReplicaRef:
+        """The claim it happened to; unset for PLANNED and FINISHED."""
+
+    @_builtins.property
+    def successor(self) -> _types_pb2.ReplicaRef:
+        """With READY: the claim that took its place."""
+
+    def __init__(
+        self,
+        *,
+        step: Global___RestartStep.ValueType = ...,
+        replica: _types_pb2.ReplicaRef | None = ...,
+        successor: _types_pb2.ReplicaRef | None = ...,
+        done: _builtins.int = ...,
+        total: _builtins.int = ...,
+        detail: _builtins.str = ...,
+        revision: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["replica", b"replica", "successor", b"successor"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "done", b"done", "replica", b"replica", "revision", b"revision", "step", b"step", "successor", b"successor", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartStageResponse: _TypeAlias = RestartStageResponse  # noqa: Y015
 
 @_typing.final
 class CollectiveRpcRequest(_message.Message):
@@ -324,12 +473,15 @@ class CollectiveRpcRequest(_message.Message):
     ARGS_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SKIP_UNHEALTHY_FIELD_NUMBER: _builtins.int
     pipeline: _builtins.str
     """Required."""
     method: _types_pb2.ControlMethod.ValueType
     """What to do."""
     request_id: _builtins.str
     """Any unique text: names the call in the control plane's log."""
+    skip_unhealthy: _builtins.bool
+    """Call the replicas that can take it, and answer UNAVAILABLE for the others, rather than refuse all."""
     @_builtins.property
     def stage_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Logical stage ids; empty means every stage."""
@@ -351,10 +503,11 @@ class CollectiveRpcRequest(_message.Message):
         args: _struct_pb2.Struct | None = ...,
         timeout: _duration_pb2.Duration | None = ...,
         request_id: _builtins.str = ...,
+        skip_unhealthy: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["args", b"args", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["args", b"args", "method", b"method", "pipeline", b"pipeline", "request_id", b"request_id", "stage_ids", b"stage_ids", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["args", b"args", "method", b"method", "pipeline", b"pipeline", "request_id", b"request_id", "skip_unhealthy", b"skip_unhealthy", "stage_ids", b"stage_ids", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -496,6 +649,7 @@ class StageStatus(_message.Message):
     WANTED_FIELD_NUMBER: _builtins.int
     REGISTERED_FIELD_NUMBER: _builtins.int
     ROUTABLE_FIELD_NUMBER: _builtins.int
+    BALANCING_POLICY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name in the deploy file."""
     wanted: _builtins.int
@@ -503,7 +657,9 @@ class StageStatus(_message.Message):
     registered: _builtins.int
     """Claims that exist."""
     routable: _builtins.int
-    """Claims that are routable: READY, not cordoned, not suspect."""
+    """Claims that are routable: READY, not cordoned, not suspect, with the connectors that the stage needs."""
+    balancing_policy: _builtins.str
+    """As SetBalancingPolicy said; empty: each gateway's own default."""
     @_builtins.property
     def stage(self) -> _types_pb2.StageRef:
         """Which stage."""
@@ -516,10 +672,11 @@ class StageStatus(_message.Message):
         wanted: _builtins.int = ...,
         registered: _builtins.int = ...,
         routable: _builtins.int = ...,
+        balancing_policy: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stage", b"stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "registered", b"registered", "routable", b"routable", "stage", b"stage", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balancing_policy", b"balancing_policy", "name", b"name", "registered", b"registered", "routable", b"routable", "stage", b"stage", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -30,6 +30,10 @@ class AdminServiceStub:
     requests. Every verb names replicas by claim or by logical stage id, never by position. Where `replica.epoch` is set,
     a verb fails with ABORTED if another instance holds the id now. All but GetClusterStatus fail with UNAVAILABLE while
     the store cannot be reached.
+
+    A verb that carries a `request_id` has its effect once: a repeat within ten minutes, at whichever control plane, gets
+    the first answer and changes nothing; with other contents, or for another verb, it fails with INVALID_ARGUMENT
+    [REQUEST_ID_REUSED]. Without one, each call is new. CollectiveRpc is the exception: what engines did is not recorded.
     """
 
     def __init__(self, channel):
@@ -63,6 +67,11 @@ class AdminServiceStub:
                 request_serializer=omni_dot_v1_dot_admin__service__pb2.SetBalancingPolicyRequest.SerializeToString,
                 response_deserializer=omni_dot_v1_dot_admin__service__pb2.SetBalancingPolicyResponse.FromString,
                 _registered_method=True)
+        self.RestartStage = channel.unary_stream(
+                '/omni.v1.AdminService/RestartStage',
+                request_serializer=omni_dot_v1_dot_admin__service__pb2.RestartStageRequest.SerializeToString,
+                response_deserializer=omni_dot_v1_dot_admin__service__pb2.RestartStageResponse.FromString,
+                _registered_method=True)
         self.CollectiveRpc = channel.unary_unary(
                 '/omni.v1.AdminService/CollectiveRpc',
                 request_serializer=omni_dot_v1_dot_admin__service__pb2.CollectiveRpcRequest.SerializeToString,
@@ -80,6 +89,10 @@ class AdminServiceServicer:
     requests. Every verb names replicas by claim or by logical stage id, never by position. Where `replica.epoch` is set,
     a verb fails with ABORTED if another instance holds the id now. All but GetClusterStatus fail with UNAVAILABLE while
     the store cannot be reached.
+
+    A verb that carries a `request_id` has its effect once: a repeat within ten minutes, at whichever control plane, gets
+    the first answer and changes nothing; with other contents, or for another verb, it fails with INVALID_ARGUMENT
+    [REQUEST_ID_REUSED]. Without one, each call is new. CollectiveRpc is the exception: what engines did is not recorded.
     """
 
     def CordonReplica(self, request, context):
@@ -98,8 +111,10 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DrainReplica(self, request, context):
-        """DrainReplica makes a replica finish what it has, take nothing new, then deregister and exit. It returns
-        once the replica is marked, not once it is gone. Idempotent; errors as for CordonReplica.
+        """DrainReplica makes a replica finish what it has, take nothing new, then deregister and exit. What still runs at
+        the deadline ends with an error. It returns once the replica is marked, not once it is gone. A drained instance is
+        never routable again: it stays DRAINING, and once it has left it cannot register. Idempotent: a repeat only
+        replaces the deadline, if it has one. Errors as for CordonReplica.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,8 +129,24 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetBalancingPolicy(self, request, context):
-        """SetBalancingPolicy changes how gateways choose among the replicas of a stage, at run time. UNIMPLEMENTED so far:
-        gateways take their policy from a flag.
+        """SetBalancingPolicy changes how gateways choose among the replicas of a stage, from their next choice on; what
+        runs stays where it is. It holds until it is changed or the pipeline is deleted, over restarts of all services.
+        An empty policy takes it back: each gateway then uses the one of its flag. INVALID_ARGUMENT for an unknown policy,
+        naming the known ones; NOT_FOUND for an unknown stage. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestartStage(self, request, context):
+        """RestartStage restarts the replicas of a stage, one after the other: each is drained, its launcher starts a new
+        process (see DrainOrder.restart), and once that is READY under the same replica id the next one's turn comes.
+        Replicas that are not routable come first. Those that register meanwhile, and cordoned ones, are left alone.
+        Progress is streamed; the work goes on only while the call lasts, and ending the call leaves what was begun. If a
+        replica does not come back in time, a FAILED message says so and the stream ends with DEADLINE_EXCEEDED
+        [RESTART_NOT_BACK]: the rest of the stage is not touched. NOT_FOUND for an unknown stage; ABORTED while another
+        restart of the stage runs [RESTART_RUNS]; UNAVAILABLE if this control plane stops meanwhile. A repeat with the same
+        request_id goes on where the first call ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,7 +155,9 @@ class AdminServiceServicer:
     def CollectiveRpc(self, request, context):
         """CollectiveRpc runs one engine method on every replica of the given logical stages, in parallel. The whole
         call is validated before any effect: one unknown stage id refuses all of it with NOT_FOUND, a wrong method or
-        timeout with INVALID_ARGUMENT. Answers per replica.
+        timeout with INVALID_ARGUMENT, and one replica that cannot take it now (loading, draining, suspect, or it does not
+        answer) with FAILED_PRECONDITION [REPLICA_UNHEALTHY], so that a group does not end half asleep; skip_unhealthy
+        leaves those out instead. Answers per replica.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -165,6 +198,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=omni_dot_v1_dot_admin__service__pb2.SetBalancingPolicyRequest.FromString,
                     response_serializer=omni_dot_v1_dot_admin__service__pb2.SetBalancingPolicyResponse.SerializeToString,
             ),
+            'RestartStage': grpc.unary_stream_rpc_method_handler(
+                    servicer.RestartStage,
+                    request_deserializer=omni_dot_v1_dot_admin__service__pb2.RestartStageRequest.FromString,
+                    response_serializer=omni_dot_v1_dot_admin__service__pb2.RestartStageResponse.SerializeToString,
+            ),
             'CollectiveRpc': grpc.unary_unary_rpc_method_handler(
                     servicer.CollectiveRpc,
                     request_deserializer=omni_dot_v1_dot_admin__service__pb2.CollectiveRpcRequest.FromString,
@@ -188,6 +226,10 @@ class AdminService:
     requests. Every verb names replicas by claim or by logical stage id, never by position. Where `replica.epoch` is set,
     a verb fails with ABORTED if another instance holds the id now. All but GetClusterStatus fail with UNAVAILABLE while
     the store cannot be reached.
+
+    A verb that carries a `request_id` has its effect once: a repeat within ten minutes, at whichever control plane, gets
+    the first answer and changes nothing; with other contents, or for another verb, it fails with INVALID_ARGUMENT
+    [REQUEST_ID_REUSED]. Without one, each call is new. CollectiveRpc is the exception: what engines did is not recorded.
     """
 
     @staticmethod
@@ -315,6 +357,33 @@ class AdminService:
             '/omni.v1.AdminService/SetBalancingPolicy',
             omni_dot_v1_dot_admin__service__pb2.SetBalancingPolicyRequest.SerializeToString,
             omni_dot_v1_dot_admin__service__pb2.SetBalancingPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestartStage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/omni.v1.AdminService/RestartStage',
+            omni_dot_v1_dot_admin__service__pb2.RestartStageRequest.SerializeToString,
+            omni_dot_v1_dot_admin__service__pb2.RestartStageResponse.FromString,
             options,
             channel_credentials,
             insecure,

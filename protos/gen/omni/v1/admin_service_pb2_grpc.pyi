@@ -31,6 +31,10 @@ class AdminServiceStub:
     requests. Every verb names replicas by claim or by logical stage id, never by position. Where `replica.epoch` is set,
     a verb fails with ABORTED if another instance holds the id now. All but GetClusterStatus fail with UNAVAILABLE while
     the store cannot be reached.
+
+    A verb that carries a `request_id` has its effect once: a repeat within ten minutes, at whichever control plane, gets
+    the first answer and changes nothing; with other contents, or for another verb, it fails with INVALID_ARGUMENT
+    [REQUEST_ID_REUSED]. Without one, each call is new. CollectiveRpc is the exception: what engines did is not recorded.
     """
 
     @_typing.overload
@@ -44,21 +48,37 @@ class AdminServiceStub:
     UncordonReplica: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.UncordonReplicaRequest, _admin_service_pb2.UncordonReplicaResponse]
     """UncordonReplica puts it back. Idempotent; errors as for CordonReplica."""
     DrainReplica: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.DrainReplicaRequest, _admin_service_pb2.DrainReplicaResponse]
-    """DrainReplica makes a replica finish what it has, take nothing new, then deregister and exit. It returns
-    once the replica is marked, not once it is gone. Idempotent; errors as for CordonReplica.
+    """DrainReplica makes a replica finish what it has, take nothing new, then deregister and exit. What still runs at
+    the deadline ends with an error. It returns once the replica is marked, not once it is gone. A drained instance is
+    never routable again: it stays DRAINING, and once it has left it cannot register. Idempotent: a repeat only
+    replaces the deadline, if it has one. Errors as for CordonReplica.
     """
     EvictReplica: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.EvictReplicaRequest, _admin_service_pb2.EvictReplicaResponse]
     """EvictReplica removes the claim now; the worker is told to stop, and its instance cannot register again. Requests
     on it fail, or begin anew elsewhere. Errors as for CordonReplica, so a repeat finds NOT_FOUND.
     """
     SetBalancingPolicy: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.SetBalancingPolicyRequest, _admin_service_pb2.SetBalancingPolicyResponse]
-    """SetBalancingPolicy changes how gateways choose among the replicas of a stage, at run time. UNIMPLEMENTED so far:
-    gateways take their policy from a flag.
+    """SetBalancingPolicy changes how gateways choose among the replicas of a stage, from their next choice on; what
+    runs stays where it is. It holds until it is changed or the pipeline is deleted, over restarts of all services.
+    An empty policy takes it back: each gateway then uses the one of its flag. INVALID_ARGUMENT for an unknown policy,
+    naming the known ones; NOT_FOUND for an unknown stage. Idempotent.
+    """
+    RestartStage: _grpc.UnaryStreamMultiCallable[_admin_service_pb2.RestartStageRequest, _admin_service_pb2.RestartStageResponse]
+    """RestartStage restarts the replicas of a stage, one after the other: each is drained, its launcher starts a new
+    process (see DrainOrder.restart), and once that is READY under the same replica id the next one's turn comes.
+    Replicas that are not routable come first. Those that register meanwhile, and cordoned ones, are left alone.
+    Progress is streamed; the work goes on only while the call lasts, and ending the call leaves what was begun. If a
+    replica does not come back in time, a FAILED message says so and the stream ends with DEADLINE_EXCEEDED
+    [RESTART_NOT_BACK]: the rest of the stage is not touched. NOT_FOUND for an unknown stage; ABORTED while another
+    restart of the stage runs [RESTART_RUNS]; UNAVAILABLE if this control plane stops meanwhile. A repeat with the same
+    request_id goes on where the first call ended.
     """
     CollectiveRpc: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.CollectiveRpcRequest, _admin_service_pb2.CollectiveRpcResponse]
     """CollectiveRpc runs one engine method on every replica of the given logical stages, in parallel. The whole
     call is validated before any effect: one unknown stage id refuses all of it with NOT_FOUND, a wrong method or
-    timeout with INVALID_ARGUMENT. Answers per replica.
+    timeout with INVALID_ARGUMENT, and one replica that cannot take it now (loading, draining, suspect, or it does not
+    answer) with FAILED_PRECONDITION [REPLICA_UNHEALTHY], so that a group does not end half asleep; skip_unhealthy
+    leaves those out instead. Answers per replica.
     """
     GetClusterStatus: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.GetClusterStatusRequest, _admin_service_pb2.GetClusterStatusResponse]
     """GetClusterStatus summarises the cluster for people and probes, from the last known view while the store is away."""
@@ -69,6 +89,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     requests. Every verb names replicas by claim or by logical stage id, never by position. Where `replica.epoch` is set,
     a verb fails with ABORTED if another instance holds the id now. All but GetClusterStatus fail with UNAVAILABLE while
     the store cannot be reached.
+
+    A verb that carries a `request_id` has its effect once: a repeat within ten minutes, at whichever control plane, gets
+    the first answer and changes nothing; with other contents, or for another verb, it fails with INVALID_ARGUMENT
+    [REQUEST_ID_REUSED]. Without one, each call is new. CollectiveRpc is the exception: what engines did is not recorded.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -79,21 +103,37 @@ class AdminServiceAsyncStub(AdminServiceStub):
     UncordonReplica: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.UncordonReplicaRequest, _admin_service_pb2.UncordonReplicaResponse]  # type: ignore[assignment]
     """UncordonReplica puts it back. Idempotent; errors as for CordonReplica."""
     DrainReplica: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.DrainReplicaRequest, _admin_service_pb2.DrainReplicaResponse]  # type: ignore[assignment]
-    """DrainReplica makes a replica finish what it has, take nothing new, then deregister and exit. It returns
-    once the replica is marked, not once it is gone. Idempotent; errors as for CordonReplica.
+    """DrainReplica makes a replica finish what it has, take nothing new, then deregister and exit. What still runs at
+    the deadline ends with an error. It returns once the replica is marked, not once it is gone. A drained instance is
+    never routable again: it stays DRAINING, and once it has left it cannot register. Idempotent: a repeat only
+    replaces the deadline, if it has one. Errors as for CordonReplica.
     """
     EvictReplica: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.EvictReplicaRequest, _admin_service_pb2.EvictReplicaResponse]  # type: ignore[assignment]
     """EvictReplica removes the claim now; the worker is told to stop, and its instance cannot register again. Requests
     on it fail, or begin anew elsewhere. Errors as for CordonReplica, so a repeat finds NOT_FOUND.
     """
     SetBalancingPolicy: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.SetBalancingPolicyRequest, _admin_service_pb2.SetBalancingPolicyResponse]  # type: ignore[assignment]
-    """SetBalancingPolicy changes how gateways choose among the replicas of a stage, at run time. UNIMPLEMENTED so far:
-    gateways take their policy from a flag.
+    """SetBalancingPolicy changes how gateways choose among the replicas of a stage, from their next choice on; what
+    runs stays where it is. It holds until it is changed or the pipeline is deleted, over restarts of all services.
+    An empty policy takes it back: each gateway then uses the one of its flag. INVALID_ARGUMENT for an unknown policy,
+    naming the known ones; NOT_FOUND for an unknown stage. Idempotent.
+    """
+    RestartStage: _aio.UnaryStreamMultiCallable[_admin_service_pb2.RestartStageRequest, _admin_service_pb2.RestartStageResponse]  # type: ignore[assignment]
+    """RestartStage restarts the replicas of a stage, one after the other: each is drained, its launcher starts a new
+    process (see DrainOrder.restart), and once that is READY under the same replica id the next one's turn comes.
+    Replicas that are not routable come first. Those that register meanwhile, and cordoned ones, are left alone.
+    Progress is streamed; the work goes on only while the call lasts, and ending the call leaves what was begun. If a
+    replica does not come back in time, a FAILED message says so and the stream ends with DEADLINE_EXCEEDED
+    [RESTART_NOT_BACK]: the rest of the stage is not touched. NOT_FOUND for an unknown stage; ABORTED while another
+    restart of the stage runs [RESTART_RUNS]; UNAVAILABLE if this control plane stops meanwhile. A repeat with the same
+    request_id goes on where the first call ended.
     """
     CollectiveRpc: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.CollectiveRpcRequest, _admin_service_pb2.CollectiveRpcResponse]  # type: ignore[assignment]
     """CollectiveRpc runs one engine method on every replica of the given logical stages, in parallel. The whole
     call is validated before any effect: one unknown stage id refuses all of it with NOT_FOUND, a wrong method or
-    timeout with INVALID_ARGUMENT. Answers per replica.
+    timeout with INVALID_ARGUMENT, and one replica that cannot take it now (loading, draining, suspect, or it does not
+    answer) with FAILED_PRECONDITION [REPLICA_UNHEALTHY], so that a group does not end half asleep; skip_unhealthy
+    leaves those out instead. Answers per replica.
     """
     GetClusterStatus: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.GetClusterStatusRequest, _admin_service_pb2.GetClusterStatusResponse]  # type: ignore[assignment]
     """GetClusterStatus summarises the cluster for people and probes, from the last known view while the store is away."""
@@ -103,6 +143,10 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     requests. Every verb names replicas by claim or by logical stage id, never by position. Where `replica.epoch` is set,
     a verb fails with ABORTED if another instance holds the id now. All but GetClusterStatus fail with UNAVAILABLE while
     the store cannot be reached.
+
+    A verb that carries a `request_id` has its effect once: a repeat within ten minutes, at whichever control plane, gets
+    the first answer and changes nothing; with other contents, or for another verb, it fails with INVALID_ARGUMENT
+    [REQUEST_ID_REUSED]. Without one, each call is new. CollectiveRpc is the exception: what engines did is not recorded.
     """
 
     @_abc_1.abstractmethod
@@ -129,8 +173,10 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_service_pb2.DrainReplicaRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.DrainReplicaResponse, _abc.Awaitable[_admin_service_pb2.DrainReplicaResponse]]:
-        """DrainReplica makes a replica finish what it has, take nothing new, then deregister and exit. It returns
-        once the replica is marked, not once it is gone. Idempotent; errors as for CordonReplica.
+        """DrainReplica makes a replica finish what it has, take nothing new, then deregister and exit. What still runs at
+        the deadline ends with an error. It returns once the replica is marked, not once it is gone. A drained instance is
+        never routable again: it stays DRAINING, and once it has left it cannot register. Idempotent: a repeat only
+        replaces the deadline, if it has one. Errors as for CordonReplica.
         """
 
     @_abc_1.abstractmethod
@@ -149,8 +195,26 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_service_pb2.SetBalancingPolicyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.SetBalancingPolicyResponse, _abc.Awaitable[_admin_service_pb2.SetBalancingPolicyResponse]]:
-        """SetBalancingPolicy changes how gateways choose among the replicas of a stage, at run time. UNIMPLEMENTED so far:
-        gateways take their policy from a flag.
+        """SetBalancingPolicy changes how gateways choose among the replicas of a stage, from their next choice on; what
+        runs stays where it is. It holds until it is changed or the pipeline is deleted, over restarts of all services.
+        An empty policy takes it back: each gateway then uses the one of its flag. INVALID_ARGUMENT for an unknown policy,
+        naming the known ones; NOT_FOUND for an unknown stage. Idempotent.
+        """
+
+    @_abc_1.abstractmethod
+    def RestartStage(
+        self,
+        request: _admin_service_pb2.RestartStageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_service_pb2.RestartStageResponse], _abc.AsyncIterator[_admin_service_pb2.RestartStageResponse]]:
+        """RestartStage restarts the replicas of a stage, one after the other: each is drained, its launcher starts a new
+        process (see DrainOrder.restart), and once that is READY under the same replica id the next one's turn comes.
+        Replicas that are not routable come first. Those that register meanwhile, and cordoned ones, are left alone.
+        Progress is streamed; the work goes on only while the call lasts, and ending the call leaves what was begun. If a
+        replica does not come back in time, a FAILED message says so and the stream ends with DEADLINE_EXCEEDED
+        [RESTART_NOT_BACK]: the rest of the stage is not touched. NOT_FOUND for an unknown stage; ABORTED while another
+        restart of the stage runs [RESTART_RUNS]; UNAVAILABLE if this control plane stops meanwhile. A repeat with the same
+        request_id goes on where the first call ended.
         """
 
     @_abc_1.abstractmethod
@@ -161,7 +225,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_service_pb2.CollectiveRpcResponse, _abc.Awaitable[_admin_service_pb2.CollectiveRpcResponse]]:
         """CollectiveRpc runs one engine method on every replica of the given logical stages, in parallel. The whole
         call is validated before any effect: one unknown stage id refuses all of it with NOT_FOUND, a wrong method or
-        timeout with INVALID_ARGUMENT. Answers per replica.
+        timeout with INVALID_ARGUMENT, and one replica that cannot take it now (loading, draining, suspect, or it does not
+        answer) with FAILED_PRECONDITION [REPLICA_UNHEALTHY], so that a group does not end half asleep; skip_unhealthy
+        leaves those out instead. Answers per replica.
         """
 
     @_abc_1.abstractmethod

@@ -149,6 +149,7 @@ class Stage(_message.Message):
     ENGINE_ARGS_FIELD_NUMBER: _builtins.int
     CONFIG_SHA256_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
+    BALANCING_POLICY_FIELD_NUMBER: _builtins.int
     stage_id: _builtins.int
     """Unique in the pipeline."""
     name: _builtins.str
@@ -171,6 +172,10 @@ class Stage(_message.Message):
     """SHA-256 over everything above that must be equal among replicas, hex."""
     max_num_seqs: _builtins.int
     """Requests one replica works on at a time. Zero: the engine's own limit."""
+    balancing_policy: _builtins.str
+    """How gateways choose among its replicas, as SetBalancingPolicy said. Empty: each gateway's own default. Output only:
+    no part of the stored plan.
+    """
     @_builtins.property
     def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Logical device ids, split evenly among the local replicas. Empty: host only."""
@@ -200,10 +205,11 @@ class Stage(_message.Message):
         engine_args: _struct_pb2.Struct | None = ...,
         config_sha256: _builtins.str = ...,
         max_num_seqs: _builtins.int = ...,
+        balancing_policy: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling_params", b"default_sampling_params", "engine_args", b"engine_args"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_sha256", b"config_sha256", "default_sampling_params", b"default_sampling_params", "devices", b"devices", "engine", b"engine", "engine_args", b"engine_args", "final_output", b"final_output", "final_output_type", b"final_output_type", "is_comprehension", b"is_comprehension", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_replicas", b"num_replicas", "stage_id", b"stage_id", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balancing_policy", b"balancing_policy", "config_sha256", b"config_sha256", "default_sampling_params", b"default_sampling_params", "devices", b"devices", "engine", b"engine", "engine_args", b"engine_args", "final_output", b"final_output", "final_output_type", b"final_output_type", "is_comprehension", b"is_comprehension", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_replicas", b"num_replicas", "stage_id", b"stage_id", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

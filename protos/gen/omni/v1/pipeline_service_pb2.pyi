@@ -218,7 +218,7 @@ class DeletePipelineRequest(_message.Message):
     name: _builtins.str
     """Required."""
     request_id: _builtins.str
-    """Any unique text: names the call in the control plane's log."""
+    """Any unique text of at most 200 characters: makes the call idempotent, and names it in the control plane's log."""
     def __init__(
         self,
         *,

@@ -94,14 +94,16 @@ class PipelineServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeletePipeline(self, request, context):
-        """DeletePipeline removes a plan. Replicas of it are told to drain. Fails with NOT_FOUND.
+        """DeletePipeline removes a plan and its balancing policies. Replicas of it are told to drain. Fails with NOT_FOUND;
+        a repeat with the same request_id gets the first answer, for ten minutes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchPipelines(self, request, context):
-        """WatchPipelines sends all plans, then every change, as WatchReplicas does for replicas.
+        """WatchPipelines sends all plans, then every change, as WatchReplicas does for replicas. A changed balancing policy
+        is a change of the plan it belongs to.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -47,9 +47,13 @@ class PipelineServiceStub:
     ListPipelines: _grpc.UnaryUnaryMultiCallable[_pipeline_service_pb2.ListPipelinesRequest, _pipeline_service_pb2.ListPipelinesResponse]
     """ListPipelines returns one page of plans, ordered by name."""
     DeletePipeline: _grpc.UnaryUnaryMultiCallable[_pipeline_service_pb2.DeletePipelineRequest, _pipeline_service_pb2.DeletePipelineResponse]
-    """DeletePipeline removes a plan. Replicas of it are told to drain. Fails with NOT_FOUND."""
+    """DeletePipeline removes a plan and its balancing policies. Replicas of it are told to drain. Fails with NOT_FOUND;
+    a repeat with the same request_id gets the first answer, for ten minutes.
+    """
     WatchPipelines: _grpc.UnaryStreamMultiCallable[_pipeline_service_pb2.WatchPipelinesRequest, _pipeline_service_pb2.WatchPipelinesResponse]
-    """WatchPipelines sends all plans, then every change, as WatchReplicas does for replicas."""
+    """WatchPipelines sends all plans, then every change, as WatchReplicas does for replicas. A changed balancing policy
+    is a change of the plan it belongs to.
+    """
 
 @_typing.type_check_only
 class PipelineServiceAsyncStub(PipelineServiceStub):
@@ -70,9 +74,13 @@ class PipelineServiceAsyncStub(PipelineServiceStub):
     ListPipelines: _aio.UnaryUnaryMultiCallable[_pipeline_service_pb2.ListPipelinesRequest, _pipeline_service_pb2.ListPipelinesResponse]  # type: ignore[assignment]
     """ListPipelines returns one page of plans, ordered by name."""
     DeletePipeline: _aio.UnaryUnaryMultiCallable[_pipeline_service_pb2.DeletePipelineRequest, _pipeline_service_pb2.DeletePipelineResponse]  # type: ignore[assignment]
-    """DeletePipeline removes a plan. Replicas of it are told to drain. Fails with NOT_FOUND."""
+    """DeletePipeline removes a plan and its balancing policies. Replicas of it are told to drain. Fails with NOT_FOUND;
+    a repeat with the same request_id gets the first answer, for ten minutes.
+    """
     WatchPipelines: _aio.UnaryStreamMultiCallable[_pipeline_service_pb2.WatchPipelinesRequest, _pipeline_service_pb2.WatchPipelinesResponse]  # type: ignore[assignment]
-    """WatchPipelines sends all plans, then every change, as WatchReplicas does for replicas."""
+    """WatchPipelines sends all plans, then every change, as WatchReplicas does for replicas. A changed balancing policy
+    is a change of the plan it belongs to.
+    """
 
 class PipelineServiceServicer(metaclass=_abc_1.ABCMeta):
     """PipelineService owns the deploy files: they are read, checked and planned only here, so gateways and
@@ -114,7 +122,9 @@ class PipelineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _pipeline_service_pb2.DeletePipelineRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pipeline_service_pb2.DeletePipelineResponse, _abc.Awaitable[_pipeline_service_pb2.DeletePipelineResponse]]:
-        """DeletePipeline removes a plan. Replicas of it are told to drain. Fails with NOT_FOUND."""
+        """DeletePipeline removes a plan and its balancing policies. Replicas of it are told to drain. Fails with NOT_FOUND;
+        a repeat with the same request_id gets the first answer, for ten minutes.
+        """
 
     @_abc_1.abstractmethod
     def WatchPipelines(
@@ -122,6 +132,8 @@ class PipelineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _pipeline_service_pb2.WatchPipelinesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_pipeline_service_pb2.WatchPipelinesResponse], _abc.AsyncIterator[_pipeline_service_pb2.WatchPipelinesResponse]]:
-        """WatchPipelines sends all plans, then every change, as WatchReplicas does for replicas."""
+        """WatchPipelines sends all plans, then every change, as WatchReplicas does for replicas. A changed balancing policy
+        is a change of the plan it belongs to.
+        """
 
 def add_PipelineServiceServicer_to_server(servicer: PipelineServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

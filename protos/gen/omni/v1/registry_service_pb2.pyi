@@ -34,7 +34,7 @@ class _HeartbeatDirectiveEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_He
     HEARTBEAT_DIRECTIVE_REREGISTER: _HeartbeatDirective.ValueType  # 2
     """The claim is gone or unknown here: Register again, asking for the same id."""
     HEARTBEAT_DIRECTIVE_DRAIN: _HeartbeatDirective.ValueType  # 3
-    """Finish what runs, take nothing new, then Deregister."""
+    """Finish what runs, take nothing new, then Deregister. `drain` says within what time, if an operator did."""
     HEARTBEAT_DIRECTIVE_STOP: _HeartbeatDirective.ValueType  # 4
     """Stop serving, at once and for good: an operator evicted this instance, or another one holds its id under a newer
     epoch.
@@ -50,7 +50,7 @@ HEARTBEAT_DIRECTIVE_CONTINUE: HeartbeatDirective.ValueType  # 1
 HEARTBEAT_DIRECTIVE_REREGISTER: HeartbeatDirective.ValueType  # 2
 """The claim is gone or unknown here: Register again, asking for the same id."""
 HEARTBEAT_DIRECTIVE_DRAIN: HeartbeatDirective.ValueType  # 3
-"""Finish what runs, take nothing new, then Deregister."""
+"""Finish what runs, take nothing new, then Deregister. `drain` says within what time, if an operator did."""
 HEARTBEAT_DIRECTIVE_STOP: HeartbeatDirective.ValueType  # 4
 """Stop serving, at once and for good: an operator evicted this instance, or another one holds its id under a newer
 epoch.
@@ -225,6 +225,7 @@ class HeartbeatResponse(_message.Message):
     NEXT_INTERVAL_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
     directive: Global___HeartbeatDirective.ValueType
     """What to do."""
     revision: _builtins.int
@@ -235,6 +236,12 @@ class HeartbeatResponse(_message.Message):
     def next_interval(self) -> _duration_pb2.Duration:
         """Wait this long before the next beat."""
 
+    @_builtins.property
+    def drain(self) -> _types_pb2.DrainOrder:
+        """With DRAIN, and with every later answer to a draining replica whose operator gave an order: how to drain. A changed
+        limit counts from when the worker hears of it.
+        """
+
     def __init__(
         self,
         *,
@@ -242,10 +249,11 @@ class HeartbeatResponse(_message.Message):
         next_interval: _duration_pb2.Duration | None = ...,
         revision: _builtins.int = ...,
         detail: _builtins.str = ...,
+        drain: _types_pb2.DrainOrder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["next_interval", b"next_interval"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "next_interval", b"next_interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "directive", b"directive", "next_interval", b"next_interval", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "directive", b"directive", "drain", b"drain", "next_interval", b"next_interval", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -85,8 +85,8 @@ class RegistryServiceServicer:
         FAILED_PRECONDITION the instance does not fit the stage: model, config hash, parallelism, KV layout or
         protocol version differ, ErrorInfo carries both values [FINGERPRINT_MISMATCH]; it is
         registered with another stage, endpoint or fingerprint [INSTANCE_DIFFERS]; an operator
-        evicted it: only a new process may come [EVICTED]; or it offers a loopback address from
-        another host [UNROUTABLE_ENDPOINT];
+        evicted or drained it: only a new process may come [EVICTED, DRAINED]; or it offers a
+        loopback address from another host [UNROUTABLE_ENDPOINT];
         UNAVAILABLE         retry with back-off: the store cannot be reached, or its content is not loaded yet
         [NOT_LOADED]; a replica that is alive serves at this endpoint [ENDPOINT_IN_USE]; or too
         much changed meanwhile [CONTENDED].

@@ -5,6 +5,7 @@ Nouns that more than one service speaks of: stages, replicas, their load and the
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
@@ -169,6 +170,7 @@ class Replica(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     REGISTER_TIME_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
     instance_uuid: _builtins.str
     """Chosen by the worker process at start, kept over reconnects."""
     endpoint: _builtins.str
@@ -205,6 +207,10 @@ class Replica(_message.Message):
     def register_time(self) -> _timestamp_pb2.Timestamp:
         """When the claim was made, by the control plane's clock. For people only."""
 
+    @_builtins.property
+    def drain(self) -> Global___DrainOrder:
+        """Why and how it drains; only where an operator asked for it."""
+
     def __init__(
         self,
         *,
@@ -220,14 +226,49 @@ class Replica(_message.Message):
         fingerprint: Global___StageFingerprint | None = ...,
         register_time: _timestamp_pb2.Timestamp | None = ...,
         engine: _builtins.str = ...,
+        drain: Global___DrainOrder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "load", b"load", "placement", b"placement", "ref", b"ref", "register_time", b"register_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "fingerprint", b"fingerprint", "load", b"load", "placement", b"placement", "ref", b"ref", "register_time", b"register_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connectors", b"connectors", "cordoned", b"cordoned", "endpoint", b"endpoint", "engine", b"engine", "fingerprint", b"fingerprint", "instance_uuid", b"instance_uuid", "load", b"load", "placement", b"placement", "ref", b"ref", "register_time", b"register_time", "state", b"state", "suspect", b"suspect"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connectors", b"connectors", "cordoned", b"cordoned", "drain", b"drain", "endpoint", b"endpoint", "engine", b"engine", "fingerprint", b"fingerprint", "instance_uuid", b"instance_uuid", "load", b"load", "placement", b"placement", "ref", b"ref", "register_time", b"register_time", "state", b"state", "suspect", b"suspect"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Replica: _TypeAlias = Replica  # noqa: Y015
+
+@_typing.final
+class DrainOrder(_message.Message):
+    """DrainOrder is how an operator wants a replica to drain."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMIT_FIELD_NUMBER: _builtins.int
+    RESTART_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    restart: _builtins.bool
+    """The process ends with code 75, which asks its launcher to start a new one at once. False: it ends with 0, for good."""
+    reason: _builtins.str
+    """For people: who asked, and why."""
+    @_builtins.property
+    def limit(self) -> _duration_pb2.Duration:
+        """What runs may take this long, counted by the worker from the moment it hears of it; the rest is then ended with an
+        error. Unset: the worker's own limit.
+        """
+
+    def __init__(
+        self,
+        *,
+        limit: _duration_pb2.Duration | None = ...,
+        restart: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "reason", b"reason", "restart", b"restart"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainOrder: _TypeAlias = DrainOrder  # noqa: Y015
 
 @_typing.final
 class StageFingerprint(_message.Message):
@@ -323,7 +364,9 @@ class ConnectorOffer(_message.Message):
     address: _builtins.str
     """What a peer needs to reach it, "host:port", or empty where the handle carries all."""
     healthy: _builtins.bool
-    """False while the connector cannot move data. For people so far: routing does not look at it yet."""
+    """False while the connector cannot move data: a replica whose stage needs it gets no new requests until it can. An
+    edge whose connector is "auto" needs any one of the offers.
+    """
     def __init__(
         self,
         *,
