@@ -21,6 +21,8 @@ from control_plane.etcd import EtcdClient, EtcdCredentials
 from control_plane.etcd.server import EmbeddedEtcd
 from control_plane.feed import Feed
 from control_plane.heartbeat import Heartbeats
+from control_plane.inspect import SERVICE_NAME as INSPECT_SERVICE_NAME
+from control_plane.inspect import InspectServicer, add_inspect_servicer
 from control_plane.keys import Keys
 from control_plane.membership import Membership
 from control_plane.pipelines import Pipelines
@@ -71,6 +73,7 @@ class ControlPlane:
         self._registry = RegistryServicer(self.table, membership, self.heartbeats, self.replica_fanout)
         self._pipelines = PipelineServicer(self.table, Pipelines(client, self.table), self.pipeline_fanout)
         self._admin = AdminServicer(self.table, Admin(client, self.table, records), self.replica_fanout)
+        self._inspect = InspectServicer(client, self.table, self.heartbeats)
         self._server: rpc.RunningServer | None = None
         self._work: asyncio.Task[None] | None = None
         self._loaded = asyncio.Event()
@@ -97,9 +100,10 @@ class ControlPlane:
 
         def add(server: grpc.aio.Server) -> None:
             add_servicers(server, self._registry, self._pipelines, self._admin)
+            add_inspect_servicer(server, self._inspect)
 
         host, port = split_host_port(self._settings.listen)
-        self._server = await rpc.serve(add, SERVICE_NAMES, host=host, port=port)
+        self._server = await rpc.serve(add, (*SERVICE_NAMES, INSPECT_SERVICE_NAME), host=host, port=port)
         await self._server.set_serving(False)
         _log.info("Listening", address=self.address, cluster=self._settings.cluster)
         self._work = asyncio.create_task(self._run(), name="control-plane")
@@ -120,6 +124,7 @@ class ControlPlane:
             self.heartbeats.close()
             self.replica_fanout.close()
             self.pipeline_fanout.close()
+            self._inspect.close()
             await self._server.stop(self._settings.drain_s)
             self._server = None
         if self._work is not None:

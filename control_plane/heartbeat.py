@@ -61,6 +61,17 @@ class _Claim:
     """Set while the record says what is known here."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class KnownPulse:
+    """A replica that beats here: how long ago it last did, and how often it fell silent lately."""
+
+    key: ReplicaKey
+    epoch: int
+    age_s: float
+    suspect: bool
+    suspicions: int
+
+
 class Heartbeats:
     """All heartbeat streams of this process."""
 
@@ -91,6 +102,11 @@ class Heartbeats:
     def interval_s(self) -> float:
         """How often a replica should beat at present."""
         return liveness.interval_s(len(self._liveness), self._base_interval_s, self._lease_ttl_s)
+
+    def pulses(self) -> list[KnownPulse]:
+        """What is heard of every replica that beats here, ordered by replica."""
+        now_s = self._clock.monotonic()
+        return [KnownPulse(p.key, p.epoch, now_s - p.beat_s, p.suspect, p.suspicions) for p in self._liveness.all()]
 
     async def run(self) -> NoReturn:
         """Refresh, write and notice silence, for ever; cancel it."""

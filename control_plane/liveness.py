@@ -52,6 +52,7 @@ class Pulse:
     epoch: int
     deadline_s: float
     stream: int
+    beat_s: float = float("-inf")
     suspect: bool = False
     beats_in_row: int = 0
     suspicions: int = 0
@@ -84,6 +85,10 @@ class Liveness:
         """The pulse of a replica that beats here."""
         return self._pulses.get(key)
 
+    def all(self) -> list[Pulse]:
+        """Every pulse, ordered by replica."""
+        return [self._pulses[key] for key in sorted(self._pulses)]
+
     def open_stream(self) -> int:
         """A number for a new heartbeat stream; a later stream outranks earlier ones of the same claim."""
         return next(self._streams)
@@ -96,6 +101,7 @@ class Liveness:
         pulse.stream = max(pulse.stream, stream)
         pulse.beats_in_row = pulse.beats_in_row + 1 if now_s <= pulse.deadline_s else 1
         self._ladder_s = MISSED_BEATS * interval_s
+        pulse.beat_s = now_s
         pulse.deadline_s = now_s + self._ladder_s
         if pulse.suspect and pulse.beats_in_row >= pulse.beats_to_return:
             pulse.suspect = False

@@ -77,13 +77,16 @@ class EtcdClient:
         response = await self._transport.call(RANGE, wire.RangeRequest(key=key.encode()), repeatable=True)
         return model.key_value(response.kvs[0]) if response.kvs else None
 
-    async def get_prefix(self, prefix: str, *, limit: int = 0, revision: int = 0) -> model.RangeResult:
-        """All keys that start with ``prefix``, in key order, at most ``limit`` (0: all).
+    async def get_prefix(
+        self, prefix: str, *, limit: int = 0, revision: int = 0, after: str = ""
+    ) -> model.RangeResult:
+        """All keys that start with ``prefix``, in key order, at most ``limit`` (0: all), those behind ``after`` only.
 
         ``revision`` reads the past (0: now); raises ``Compacted`` if that is gone.
         """
         key = prefix.encode()
-        request = wire.RangeRequest(key=key or b"\0", range_end=model.prefix_end(key), limit=limit, revision=revision)
+        first = max(key or b"\0", after.encode() + b"\0" if after else b"")
+        request = wire.RangeRequest(key=first, range_end=model.prefix_end(key), limit=limit, revision=revision)
         return model.range_result(await self._transport.call(RANGE, request, repeatable=True))
 
     async def put(self, key: str, value: bytes, *, lease_id: int = 0) -> int:
