@@ -16,6 +16,10 @@ import uvloop
 
 from omnicore import errors
 
+RESTART_EXIT_CODE = 75
+"""Exit code of a service that ended so that its launcher starts it anew at once: no failure, and no wish to stay away.
+EX_TEMPFAIL of sysexits.h, which systemd and others know as "try again"."""
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
 # Arguments: signal, process id of the parent (which may have ended before we asked), program, its arguments.

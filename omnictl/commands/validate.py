@@ -11,11 +11,11 @@ from pathlib import Path
 
 from omni.v1 import pipeline_pb2
 from omnicore.errors import InvalidRequestError
+from omnicore.supervise.supervisor import Spec, Supervisor
 from omnictl import connect, output
 from omnictl.commands.apply import apply, request_of
 from omnictl.commands.base import Commands, add_deploy_flags, add_output_flag, file_label, settings_of
 from omnictl.local.cluster import CONTROL_PLANE, connected
-from omnictl.local.supervisor import Spec, Supervisor
 from omnictl.settings import Settings
 
 

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
-from omnictl.local.process import end_text
+from omnicore.supervise.process import end_text
 
 _POLL_S = 0.1
 

@@ -11,14 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from omnicore.clock import Clock
+from omnicore.supervise.supervisor import Member, State
 from omnictl.failures import one_line
-from omnictl.local.supervisor import Member, State
 
 _STYLES = {
     State.STARTING: "yellow",
     State.LOADING: "yellow",
     State.READY: "green",
     State.RESTARTING: "magenta",
+    State.CRASH_LOOP: "bold red",
     State.FAILED: "bold red",
     State.STOPPING: "yellow",
     State.STOPPED: "dim",

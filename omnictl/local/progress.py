@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Protocol, TextIO
 
 from omnicore.clock import Clock
-from omnictl.local.supervisor import Member, State
+from omnicore.supervise.supervisor import Member, State
 
 
 class View(Protocol):

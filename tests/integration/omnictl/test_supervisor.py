@@ -11,8 +11,8 @@ import pytest
 
 from omnicore.backoff import Backoff
 from omnicore.clock import Clock
-from omnictl.local.restart import RestartPolicy
-from omnictl.local.supervisor import Member, Spec, StartFailedError, State, Supervisor
+from omnicore.supervise.restart import RestartPolicy
+from omnicore.supervise.supervisor import Member, Spec, StartFailedError, State, Supervisor
 from tests.support.processes import wait_until
 
 # Arguments: what to do, then what the supervisor adds: --ready-file FILE --die-with-parent.
@@ -39,6 +39,10 @@ if what == "loop":
     sys.exit(4)
 if what == "leave":
     sys.exit(0)
+if what == "restart" and "--pinned" not in sys.argv:
+    sys.exit(75)
+if what == "environment":
+    print("it is", os.environ["WHO"], flush=True)
 time.sleep(60)
 """
 
@@ -91,7 +95,9 @@ async def test_launch_returns_the_ready_file(world: _World) -> None:
     assert ready["arguments"][0] == "serve"
     assert ready["arguments"][-1] == "--die-with-parent"
     assert world.states == [("it", State.STARTING), ("it", State.READY)]
-    assert "doing serve" in world.supervisor.log_path("it").read_text()
+    log = world.supervisor.log_path("it")
+    assert log is not None
+    assert "doing serve" in log.read_text()
 
 
 async def test_a_first_start_that_fails_raises_with_the_last_lines(world: _World) -> None:
@@ -139,6 +145,46 @@ async def test_one_that_may_leave_is_not_restarted(world: _World) -> None:
 async def test_one_that_may_not_leave_is(world: _World) -> None:
     await world.supervisor.launch(_spec("leave"))
     await wait_until(lambda: ("it", State.RESTARTING) in world.states, what="a restart")
+
+
+async def test_one_that_asks_for_a_restart_gets_it_at_once(world: _World) -> None:
+    await world.supervisor.launch(_spec("restart"))
+    await wait_until(lambda: world.supervisor.members["it"].starts == 2, what="the restart")
+    await wait_until(lambda: world.state("it") is State.READY, what="readiness")
+    assert world.said[0] == "it was asked to restart"
+    assert world.said[1].startswith("it is ready again")
+
+
+async def test_a_crash_loop_may_be_tried_again_later(tmp_path: Path) -> None:
+    states: list[State] = []
+
+    def policy(clock: Clock) -> RestartPolicy:
+        backoff = Backoff(initial_s=0.01, max_s=0.02)
+        return RestartPolicy(clock, limit=2, backoff=backoff, crash_loop_delay_s=0.05)
+
+    program = tmp_path / "program.py"
+    program.write_text(_PROGRAM)
+    supervisor = Supervisor(
+        tmp_path / "run",
+        lambda member, _: states.append(member.state),
+        program=(sys.executable, "-I", "-S", str(program)),
+        policy=policy,
+    )
+    await supervisor.launch(_spec("loop"))
+    await wait_until(lambda: states.count(State.CRASH_LOOP) >= 2, what="the second try")
+    await supervisor.stop([["it"]])
+    assert State.FAILED not in states
+
+
+async def test_each_start_asks_for_its_environment_anew(world: _World) -> None:
+    names = iter(("first", "second"))
+    spec = Spec("it", ("environment",), 20.0, 0.5, environ=lambda: {"WHO": next(names)})
+    ready = await world.supervisor.launch(spec)
+    log = world.supervisor.log_path("it")
+    assert log is not None
+    await wait_until(lambda: "it is first" in log.read_text(), what="its words")
+    os.kill(ready["pid"], 9)
+    await wait_until(lambda: "it is second" in log.read_text(), what="its words after the restart")
 
 
 async def test_a_stubborn_one_is_killed_after_its_grace(world: _World) -> None:

@@ -8,8 +8,8 @@ from omni.v1 import pipeline_pb2
 from omnicore.backoff import Backoff
 from omnicore.clock import ManualClock
 from omnicore.errors import InvalidRequestError
+from omnicore.supervise.restart import RestartPolicy
 from omnictl.local.plan import plan_workers
-from omnictl.local.restart import RestartPolicy
 from tests.unit.omnictl.records import speech_pipeline
 
 
@@ -37,6 +37,20 @@ def test_a_process_that_ran_long_starts_over() -> None:
         assert delay is not None
         assert delay <= 1.5
         clock.advance(61)
+
+
+def test_a_crash_loop_is_tried_ever_more_seldom_until_it_has_run_for_a_window() -> None:
+    clock = ManualClock()
+    policy = RestartPolicy(clock, limit=2, window_s=60, crash_loop_delay_s=100, crash_loop_max_s=300)
+    ends: list[tuple[float | None, bool]] = []
+    for _ in range(5):
+        ends.append((policy.after_end(), policy.looping))
+        clock.advance(ends[-1][0] or 0)
+    assert ends[0][1] is False
+    assert ends[1:] == [(100, True), (200, True), (300, True), (300, True)]
+    clock.advance(61)
+    policy.after_end()
+    assert policy.looping is False
 
 
 def _stage(devices: list[str], replicas: int) -> pipeline_pb2.Pipeline:

@@ -12,6 +12,7 @@ import dataclasses
 import os
 import signal
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +22,7 @@ from omnicore.process import dying_with_parent
 
 _POLL_S = 0.03  # how soon a ready file, or an end, is noticed
 _TAIL_BYTES = 16 * 1024
+_STDERR = 2
 
 
 class ProcessEndedError(Exception):
@@ -35,7 +37,8 @@ class ProcessEndedError(Exception):
 class Files:
     """Where a process logs and where it says that it is ready."""
 
-    log: Path
+    log: Path | None
+    """None: it writes to this process's standard error."""
     ready: Path
 
 
@@ -48,23 +51,27 @@ class Process:
         self._log_start = log_start
 
     @classmethod
-    def start(cls, command: tuple[str, ...], files: Files) -> Process:
-        """Start ``command`` (its program by absolute path) in its own session, its output appended to its log. Call
-        it from the main thread: the parent that a child dies with is the thread that started it."""
+    def start(cls, command: tuple[str, ...], files: Files, environ: Mapping[str, str] | None = None) -> Process:
+        """Start ``command`` (its program by absolute path) in its own session, its output appended to its log and
+        ``environ`` added to our environment. Call it from the main thread: the parent that a child dies with is the
+        thread that started it."""
         files.ready.unlink(missing_ok=True)
-        files.log.parent.mkdir(parents=True, exist_ok=True)
-        with files.log.open("ab") as log:
-            log_start = log.tell()
+        if files.log is not None:
+            files.log.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            log = stack.enter_context(files.log.open("ab")) if files.log is not None else None
+            output: BinaryIO | int = log if log is not None else _STDERR
+            log_start = log.tell() if log is not None else 0
             # Not asyncio's subprocesses: see dying_with_parent. Its wrapper is there because a child asks for a
             # parent-death signal itself only once it has come that far.
             process = subprocess.Popen(
                 dying_with_parent(command),
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=output,
+                stderr=output,
                 # A session of its own: the terminal's Ctrl-C must reach only us, who stop children in order.
                 start_new_session=True,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **(environ or {})},
             )
         return cls(process, files, log_start)
 
@@ -110,7 +117,9 @@ class Process:
             os.killpg(self._process.pid, sig)
 
     def tail(self, lines: int) -> list[str]:
-        """The last lines that it wrote since ``start``."""
+        """The last lines that it wrote since ``start``; none where it has no log of its own."""
+        if self._files.log is None:
+            return []
         try:
             with self._files.log.open("rb") as log:
                 return _tail(log, self._log_start, lines)
