@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import math
 import os
 import types
@@ -34,7 +35,8 @@ def option(
     """A dataclass field that is also a flag.
 
     ``help`` says what it is, with its unit. ``check`` raises ``ValueError`` for values that are not accepted.
-    ``flags`` are further spellings. A field without default is required.
+    ``flags`` are further spellings. A field without default is required. Flags that several components have are fields
+    of a ``kw_only`` dataclass that their own ones inherit from.
     """
     metadata = {"help": help, "check": check, "flags": tuple(flags), "choices": tuple(choices)}
     if isinstance(default, list | dict | set):
@@ -105,8 +107,7 @@ def parse(
     )
     hints = typing.get_type_hints(cls)
     fields = [field for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
-    for field in fields:
-        _add_flag(parser, field, hints[field.name], component)
+    _add_flags(parser, cls, fields, hints, component)
     parser.add_argument(
         "--print-config", action="store_true", help="print the effective configuration as JSON and exit"
     )
@@ -142,7 +143,31 @@ def _variable(component: str, name: str) -> str:
     return f"OMNI_{component}_{name}".upper().replace("-", "_")
 
 
-def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hint: Any, component: str) -> None:
+def _add_flags(
+    parser: argparse.ArgumentParser,
+    cls: type[Any],
+    fields: Sequence[dataclasses.Field[Any]],
+    hints: Mapping[str, Any],
+    component: str,
+) -> None:
+    """The component's own flags first, then those of each dataclass that it inherits from, under its docstring."""
+    owners = {field.name: cls for field in fields}
+    for base in reversed(cls.__mro__):
+        owners |= {name: base for name in inspect.get_annotations(base) if name in owners}
+    groups: dict[type[Any], argparse.ArgumentParser | argparse._ArgumentGroup] = {cls: parser}
+    for field in sorted(fields, key=lambda field: owners[field.name] is not cls):
+        owner = owners[field.name]
+        if owner not in groups:
+            groups[owner] = parser.add_argument_group((owner.__doc__ or owner.__name__).strip().split("\n")[0])
+        _add_flag(groups[owner], field, hints[field.name], component)
+
+
+def _add_flag(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
+    field: dataclasses.Field[Any],
+    hint: Any,
+    component: str,
+) -> None:
     meta = field.metadata
     text = meta["help"]
     if field.default not in (dataclasses.MISSING, None, "", ()):

@@ -37,6 +37,8 @@ _log = get_logger(__name__)
 # A frame of one engine step is far below this; deploy files are at most 1 MiB; Fetch pieces are 1 MiB.
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 
+# Open to everyone, and of others: there is nothing of ours to map.
+_UNTOUCHED = ("/grpc.health.", "/grpc.reflection.")
 _CHANNELZ_NAME = "grpc.channelz.v1.Channelz"
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -68,11 +70,16 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def channel(target: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
-    """A channel to ``target`` ("host:port") with the project's options; plaintext without ``credentials``."""
+def channel(target: str, credentials: grpc.ChannelCredentials | None = None, server_name: str = "") -> grpc.aio.Channel:
+    """A channel to ``target`` ("host:port") with the project's options; plaintext without ``credentials``.
+
+    The server's certificate must be for ``server_name``, or for the host of ``target`` if that is empty. Services
+    connect through ``omnicore.security``, which knows when plaintext is allowed.
+    """
     if credentials is None:
         return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
+    named = (("grpc.ssl_target_name_override", server_name),) if server_name else ()
+    return grpc.aio.secure_channel(target, credentials, options=(*CHANNEL_OPTIONS, *named))
 
 
 class ErrorInterceptor(Interceptor):
@@ -89,7 +96,7 @@ class ErrorInterceptor(Interceptor):
         """Wrap the handler of the called method."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or not method.startswith("/omni."):
+        if handler is None or method.startswith(_UNTOUCHED):
             return handler
         if handler.response_streaming:
             make = (

@@ -72,3 +72,30 @@ def test_help_shows_default_and_variable(capsys: pytest.CaptureFixture[str]) -> 
         parse("--help")
     out = " ".join(capsys.readouterr().out.split())
     assert "seconds (default: 10.0) [OMNI_SAMPLE_TTL_S]" in out
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """Flags of several components"""
+
+    colour: str = config.option("red", help="a colour")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Inheriting(Shared):
+    """A component with shared flags."""
+
+    peer: str = config.option(help="a peer", check=config.host_port)
+
+
+def test_inherited_flags_stand_under_their_own_title(capsys: pytest.CaptureFixture[str]) -> None:
+    def parse_it(*argv: str) -> Inheriting:
+        return config.parse(
+            Inheriting, argv, program="sample", component="sample", environ={"OMNI_SAMPLE_COLOUR": "blue"}
+        )
+
+    assert parse_it("--peer", "a:1") == Inheriting("a:1", colour="blue")
+    with pytest.raises(SystemExit):
+        parse_it("--help")
+    text = capsys.readouterr().out
+    assert text.rindex("--peer") < text.index("Flags of several components:") < text.rindex("--colour")

@@ -1,0 +1,156 @@
+"""How this process and its peers prove who they are; every service has one ``Security``, made from its flags.
+
+Either mutual TLS on every connection, or plaintext, which stays on loopback unless ``--insecure`` is said. With TLS the
+server at the other end must bear the name of the role that is expected there (``worker.omniplane.internal``), whatever
+its address: workers come and go on any host, and no other member of the cluster can pose as one. Certificates and
+tokens are read anew when their files change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+from collections.abc import Mapping, Sequence
+
+import grpc
+import grpc.aio
+
+from omnicore import config, errors, rpc, tls
+from omnicore.access import Role
+from omnicore.authorize import Authorizer
+from omnicore.config import option
+from omnicore.log import get_logger
+from omnicore.token_channel import TokenChannel
+from omnicore.tokens import TokenFile
+
+_log = get_logger(__name__)
+
+_REMEDY = "give --tls-ca, --tls-cert and --tls-key, or say --insecure"
+
+
+def _domain(value: str) -> None:
+    labels = value.split(".")
+    if not all(label and label.replace("-", "").isalnum() and label.isascii() for label in labels):
+        raise ValueError(f"must be a DNS name such as omniplane.internal, got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SecurityConfig:
+    """Mutual TLS between services (docs/security.md)"""
+
+    tls_ca: str = option("", help="PEM file of the authorities that sign the cluster's certificates")
+    tls_cert: str = option("", help="PEM file of our certificate, with the DNS name ROLE.DOMAIN of our role")
+    tls_key: str = option("", help="PEM file of its private key")
+    tls_domain: str = option("omniplane.internal", help="DOMAIN of the names by which roles are known", check=_domain)
+    insecure: bool = option(False, help="allow plaintext gRPC also beyond loopback: anybody there can do anything")
+
+
+class Security:
+    """Credentials for the channels and servers of one process. Raises ``InvalidRequestError`` for files that do not
+    serve, naming the flag."""
+
+    def __init__(
+        self, settings: SecurityConfig | None = None, *, token_flag: str = "--token-file", token_file: str = ""
+    ) -> None:
+        """``token_file``, which the flag ``token_flag`` named, holds the token that calls to control planes carry."""
+        settings = settings or SecurityConfig()
+        self._domain = settings.tls_domain
+        self._insecure = settings.insecure
+        paths = {tls.CA: settings.tls_ca, tls.CERT: settings.tls_cert, tls.KEY: settings.tls_key}
+        self._identity: tls.IdentityFiles | None = None
+        if any(paths.values()):
+            for flag, path in paths.items():
+                if not path:
+                    raise errors.InvalidRequestError.field(flag, f"required: {', '.join(paths)} go together")
+            self._identity = tls.IdentityFiles(settings.tls_ca, settings.tls_cert, settings.tls_key)
+        self._token = TokenFile(token_flag, token_file) if token_file else None
+
+    @property
+    def encrypted(self) -> bool:
+        """TLS is on."""
+        return self._identity is not None
+
+    @property
+    def version(self) -> object:
+        """Changes when the certificate does: channels made before then still show the former one."""
+        return self._identity.current() if self._identity is not None else None
+
+    # --- dialling ---------------------------------------------------------------------------------------------------
+
+    def check_dial(self, flag: str, targets: Sequence[str]) -> None:
+        """Raise ``InvalidRequestError`` if one of the addresses that ``flag`` gives may not be dialled in plaintext."""
+        for target in targets:
+            if not self._may(target):
+                raise errors.InvalidRequestError.field(
+                    flag, f"plaintext only goes to loopback, and {target} is beyond it: {_REMEDY}", reason="PLAINTEXT"
+                )
+
+    def channel(self, target: str, peer: Role) -> grpc.aio.Channel:
+        """A channel to the ``peer`` at ``target`` ("host:port"). Raises ``FailedPreconditionError`` where that would be
+        plaintext beyond loopback."""
+        if self._identity is None:
+            if not self._may(target):
+                raise errors.FailedPreconditionError(
+                    f"will not connect to {peer} {target} in plaintext, which is beyond loopback: {_REMEDY}",
+                    reason="PLAINTEXT",
+                    metadata={"address": target},
+                )
+            channel = rpc.channel(target)
+        else:
+            credentials = self._identity.current().channel_credentials()
+            channel = rpc.channel(target, credentials, server_name=f"{peer}.{self._domain}")
+        if self._token is not None and peer is Role.CONTROL_PLANE:
+            return TokenChannel(channel, self._token)
+        return channel
+
+    def to_control_plane(self, target: str) -> grpc.aio.Channel:
+        """``channel`` to a control plane."""
+        return self.channel(target, Role.CONTROL_PLANE)
+
+    def to_worker(self, target: str) -> grpc.aio.Channel:
+        """``channel`` to a worker."""
+        return self.channel(target, Role.WORKER)
+
+    def to_gateway(self, target: str) -> grpc.aio.Channel:
+        """``channel`` to a gateway."""
+        return self.channel(target, Role.GATEWAY)
+
+    # --- serving ----------------------------------------------------------------------------------------------------
+
+    def check_listen(self, flag: str, address: str) -> None:
+        """Raise ``InvalidRequestError`` if a server may not be at ``address``, which ``flag`` gives, in plaintext."""
+        if not self._may(address):
+            raise errors.InvalidRequestError.field(
+                flag, f"plaintext is only served on loopback, and {address} is beyond it: {_REMEDY}", reason="PLAINTEXT"
+            )
+        if self._identity is None and not is_loopback(address):
+            _log.warning("plaintext beyond loopback: anybody who can connect can do anything", address=address)
+
+    def server_credentials(self, role: Role) -> grpc.ServerCredentials | None:
+        """For ``rpc.serve``, as a server of ``role``; None: plaintext. Raises ``InvalidRequestError`` if the
+        certificate does not bear the role's name."""
+        if self._identity is None:
+            return None
+        return self._identity.server_credentials(f"{role}.{self._domain}")
+
+    def interceptors(self, token_files: Mapping[Role, TokenFile] | None = None) -> tuple[rpc.Interceptor, ...]:
+        """For ``rpc.serve``: checks every caller's role. Without TLS and tokens there is nothing to check."""
+        if self._identity is None and not token_files:
+            return ()
+        domain = self._domain if self._identity is not None else ""
+        return (Authorizer(tls_domain=domain, token_files=token_files or {}),)
+
+    def _may(self, address: str) -> bool:
+        return self._identity is not None or self._insecure or is_loopback(address)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether "host:port", or a Unix socket, can only be this machine. Names are not looked up: but for "localhost"
+    they may be anybody's."""
+    if address.startswith("unix:"):
+        return True
+    host = config.split_host_port(address)[0].lower()
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,166 @@
+"""Certificates from files: what this process shows to others, and which authorities it believes.
+
+Before they are used, and again whenever they change, a handshake in memory proves that certificate, key and authority
+belong together, are valid now and name what they must. So a wrong set is a start-up error that says what is wrong, and
+a wrong change is a line in the log, not an outage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import ssl
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from omnicore.errors import InvalidRequestError
+from omnicore.log import get_logger
+from omnicore.reloaded import Reloaded
+
+_log = get_logger(__name__)
+
+CA, CERT, KEY = "--tls-ca", "--tls-cert", "--tls-key"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Identity:
+    """One set of PEM files, checked."""
+
+    ca: bytes
+    cert: bytes
+    key: bytes = dataclasses.field(repr=False)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """For a client that shows the certificate, and believes servers that the authority signed."""
+        return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
+
+    def server_configuration(self) -> Any:
+        """For a server that shows the certificate, and demands one that the authority signed."""
+        return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], root_certificates=self.ca)
+
+
+class IdentityFiles:
+    """The identity in three files, as they are now."""
+
+    def __init__(self, ca: str, cert: str, key: str) -> None:
+        """``ca`` holds one or more authorities, ``cert`` the certificate and what links it to one of them. Raises
+        ``InvalidRequestError`` that names the flag whose file is wrong."""
+        self._server_name = ""
+        self._files = Reloaded("TLS certificate", {CA: ca, CERT: cert, KEY: key}, self._make)
+
+    def current(self) -> Identity:
+        """Reads the files again if they have changed."""
+        return self._files.get()
+
+    def server_credentials(self, name: str) -> grpc.ServerCredentials:
+        """For a server that ``name`` (a DNS name) must be in the certificate of: callers look for it. A changed
+        certificate is shown, and a changed authority believed, from the next handshake on. Raises
+        ``InvalidRequestError`` if the certificate does not serve."""
+        identity = self.current()
+        _prove(identity, name)
+        self._server_name = name
+        return grpc.dynamic_ssl_server_credentials(
+            identity.server_configuration(), _fetcher(self.current, identity), require_client_authentication=True
+        )
+
+    def _make(self, contents: Mapping[str, bytes]) -> Identity:
+        identity = Identity(contents[CA], contents[CERT], contents[KEY])
+        said = _prove(identity, self._server_name)
+        names = ",".join(str(name) for _, name in said.get("subjectAltName", ()))
+        _log.info("TLS certificate", names=names, valid_until=said.get("notAfter", ""))
+        return identity
+
+
+def _fetcher(current: Callable[[], Identity], given: Identity) -> Callable[[], Any]:
+    """What gRPC calls before every handshake, in threads of its own: a new configuration, or None for the last one."""
+    last = given
+
+    def fetch() -> Any:
+        nonlocal last
+        identity = current()
+        if identity is last:
+            return None
+        last = identity
+        return identity.server_configuration()
+
+    return fetch
+
+
+def _prove(identity: Identity, server_name: str) -> Mapping[str, Any]:
+    """What the certificate says. Raises what is wrong with it as a client's and, if ``server_name`` is given, as that
+    server's."""
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    for context in (server, client):
+        _believe(context, identity.ca)
+        _show(context, identity)
+    server.verify_mode = ssl.CERT_REQUIRED
+    if server_name:
+        client.check_hostname = True
+    else:
+        client.verify_mode = ssl.CERT_NONE
+    try:
+        return _handshake(client, server, server_name or None)
+    except ssl.SSLError as error:
+        why = getattr(error, "verify_message", "") or error.reason or "the handshake failed"
+        raise InvalidRequestError.field(CERT, f"cannot be used with the authority of {CA}: {why}") from None
+
+
+def _believe(context: ssl.SSLContext, ca: bytes) -> None:
+    try:
+        context.load_verify_locations(cadata=ca.decode("ascii", errors="replace"))
+    except (ssl.SSLError, ValueError):
+        raise InvalidRequestError.field(CA, "the file holds no PEM certificates") from None
+    if not context.cert_store_stats()["x509"]:
+        raise InvalidRequestError.field(CA, "the file holds no PEM certificates")
+
+
+def _show(context: ssl.SSLContext, identity: Identity) -> None:
+    def never() -> bytes:
+        raise InvalidRequestError.field(KEY, "the key is encrypted; give it without a passphrase")
+
+    with _readable(identity.cert) as cert, _readable(identity.key) as key:
+        try:
+            context.load_cert_chain(cert, key, never)
+        except ssl.SSLError as error:
+            if error.reason == "KEY_VALUES_MISMATCH":
+                raise InvalidRequestError.field(KEY, f"the key is not that of the certificate in {CERT}") from None
+            # OpenSSL does not tell which of the two it could not read.
+            flag = KEY if b"-----BEGIN CERTIFICATE-----" in identity.cert else CERT
+            kind = "private key" if flag == KEY else "certificate"
+            raise InvalidRequestError.field(flag, f"the file holds no PEM {kind} that can be read") from None
+
+
+@contextlib.contextmanager
+def _readable(content: bytes) -> Iterator[Path]:
+    """A file that holds ``content``, in memory only: Python's ``ssl`` takes certificates from files alone, and reading
+    the named ones once more could meet others than those that were checked."""
+    fd = os.memfd_create("pem", os.MFD_CLOEXEC)
+    try:
+        os.write(fd, content)
+        yield Path(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)
+
+
+def _handshake(client: ssl.SSLContext, server: ssl.SSLContext, server_name: str | None) -> Mapping[str, Any]:
+    """Both ends in this process; returns the client's certificate as the server saw it. Raises ``ssl.SSLError``."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [
+        client.wrap_bio(to_client, to_server, server_hostname=server_name),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    ]
+    pending = list(ends)
+    for _ in range(20):  # a handshake takes three turns
+        for end in list(pending):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+                pending.remove(end)
+        if not pending:
+            return ends[1].getpeercert() or {}
+    raise ssl.SSLError("the handshake does not end")
