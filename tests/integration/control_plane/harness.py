@@ -38,7 +38,8 @@ edges:
   - {from: 0, to: 1}
 """
 
-_ports = itertools.count(20_000)
+# Names only: nobody listens there.
+_ports = itertools.count(10_000)
 
 STARTING, READY = types_pb2.REPLICA_STATE_STARTING, types_pb2.REPLICA_STATE_READY
 ASLEEP, DRAINING = types_pb2.REPLICA_STATE_ASLEEP, types_pb2.REPLICA_STATE_DRAINING
@@ -155,7 +156,7 @@ class Worker:
         return self.claim.replica.replica_id
 
     async def register(self, client: Client) -> pb.RegisterResponse:
-        self.claim = await client.registry.Register(self.request, timeout=10)
+        self.claim = await client.registry.Register(self.request, timeout=30)
         self.request.preferred_replica_id = self.replica_id
         self.registrations += 1
         return self.claim
@@ -230,7 +231,8 @@ class Cluster:
     etcd: EtcdNode
     etcd_client: EtcdClient
     stack: contextlib.AsyncExitStack
-    ttl_s: int = 2
+    ttl_s: int
+    heartbeat_interval_s: float
     planes: list[ControlPlane] = dataclasses.field(default_factory=list)
 
     async def control_plane(self, *, loaded: bool = True, endpoint: str = "") -> tuple[ControlPlane, Client]:
@@ -239,7 +241,7 @@ class Cluster:
             listen="127.0.0.1:0",
             etcd=(self.etcd.endpoint,),
             lease_ttl_s=self.ttl_s,
-            heartbeat_interval_s=0.1,
+            heartbeat_interval_s=self.heartbeat_interval_s,
             drain_s=0.2,
         )
         etcd_client = await self.stack.enter_async_context(EtcdClient([endpoint or self.etcd.endpoint], timeout_s=2.0))
@@ -247,7 +249,7 @@ class Cluster:
         client = Client(plane.address)
         await self.stack.enter_async_context(client.channel)
         if loaded:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 await plane.loaded()
         self.planes.append(plane)
         return plane, client
@@ -260,20 +262,21 @@ class Cluster:
 
 
 @contextlib.asynccontextmanager
-async def cluster(ttl_s: int = 2) -> AsyncIterator[Cluster]:
+async def cluster(ttl_s: int = 30, heartbeat_interval_s: float = 0.1) -> AsyncIterator[Cluster]:
+    """An etcd, and no control plane yet. Claims of workers that do not beat end after ``ttl_s``, whole seconds."""
     async with (
         etcd_server() as node,
         EtcdClient([node.endpoint], timeout_s=2.0) as etcd_client,
         contextlib.AsyncExitStack() as stack,
     ):
-        yield Cluster(node, etcd_client, stack, ttl_s)
+        yield Cluster(node, etcd_client, stack, ttl_s, heartbeat_interval_s)
 
 
 def error_of(error: grpc.aio.AioRpcError) -> errors.OmniError:
     return errors.from_rpc_error(error)
 
 
-async def until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
     await wait_until(condition, timeout_s, what)
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 
 import grpc
@@ -54,12 +55,12 @@ async def exchange(client: Client, *beats: pb.HeartbeatRequest) -> list[pb.Heart
 
 
 async def test_beats_keep_a_replica_and_silence_removes_it_after_the_ttl() -> None:
-    async with cluster(ttl_s=2) as c:
+    async with cluster(ttl_s=3) as c:
         client = await c.start()
         async with watching(client) as watcher:
             worker = await worker_of(client)
             async with beating(worker, client):
-                await asyncio.sleep(3.0)  # longer than the lease's life
+                await asyncio.sleep(4.0)  # longer than the lease's life
                 assert watcher.ids() == {0}
                 assert worker.registrations == 1
                 assert all(answer.directive == CONTINUE for answer in worker.answers)
@@ -67,22 +68,24 @@ async def test_beats_keep_a_replica_and_silence_removes_it_after_the_ttl() -> No
                 assert replica is not None
                 assert not replica.suspect
                 worker.hung = True
-                await until(lambda: bool((r := watcher.one()) and r.suspect), "suspect", timeout_s=2.0)
-                await until(lambda: watcher.ids() == set(), "removal", timeout_s=6.0)
+                await until(lambda: bool((r := watcher.one()) and r.suspect), "suspect")
+                await until(lambda: watcher.ids() == set(), "removal")
             assert await c.etcd_client.leases() == []
             assert watcher.removed_before_known == 0
 
 
 async def test_a_broken_stream_is_suspect_at_once_and_beats_bring_it_back() -> None:
-    async with cluster(ttl_s=10) as c:
+    # Missed beats would make it suspect after 15 s.
+    async with cluster(ttl_s=60, heartbeat_interval_s=5) as c:
         client = await c.start()
         worker = await worker_of(client)
         async with watching(client) as watcher, beating(worker, client):
             await until(lambda: len(worker.answers) > 2, "beats")
-            before = len(watcher.frames)
+            worker.hung = True
             worker.break_stream()
-            await until(lambda: any(r.suspect for f in watcher.frames[before:] for r in f.changed), "suspect", 1.0)
-            await until(lambda: bool((r := watcher.one()) and not r.suspect), "return", 3.0)
+            await until(lambda: bool((r := watcher.one()) and r.suspect), "suspect", 10.0)
+            worker.hung = False
+            await until(lambda: bool((r := watcher.one()) and not r.suspect), "return")
             await until(lambda: len(worker.answers) > 20, "more beats")
             suspicions = sum(r.suspect for f in watcher.frames for r in f.changed)
             assert suspicions == 1, "no flapping"
@@ -97,9 +100,9 @@ async def test_a_hang_is_noticed_without_the_stream_breaking() -> None:
         async with watching(client) as watcher, beating(worker, client):
             await until(lambda: len(worker.answers) > 2, "beats")
             worker.hung = True
-            await until(lambda: bool((r := watcher.one()) and r.suspect), "suspect", 1.5)
+            await until(lambda: bool((r := watcher.one()) and r.suspect), "suspect")
             worker.hung = False
-            await until(lambda: bool((r := watcher.one()) and not r.suspect), "return", 3.0)
+            await until(lambda: bool((r := watcher.one()) and not r.suspect), "return")
             assert worker.registrations == 1
 
 
@@ -114,19 +117,19 @@ async def test_states_follow_the_beats_and_forbidden_ones_are_refused() -> None:
 
             async def becomes(state: types_pb2.ReplicaState.ValueType) -> None:
                 worker.state = state
-                await until(lambda: bool((r := watcher.one()) and r.state == state), f"state {state}", 3.0)
+                await until(lambda: bool((r := watcher.one()) and r.state == state), f"state {state}")
 
             for state in (READY, ASLEEP, READY):
                 await becomes(state)
             worker.state = STARTING
-            await until(lambda: "FAILED_PRECONDITION" in worker.answers[-1].detail, "refusal", 3.0)
+            await until(lambda: "FAILED_PRECONDITION" in worker.answers[-1].detail, "refusal")
             assert "READY cannot become STARTING" in worker.answers[-1].detail
             assert worker.answers[-1].directive == CONTINUE
             worker.state = types_pb2.ReplicaState.ValueType(77)
-            await until(lambda: "INVALID_ARGUMENT: state" in worker.answers[-1].detail, "refusal", 3.0)
+            await until(lambda: "INVALID_ARGUMENT: state" in worker.answers[-1].detail, "refusal")
             await becomes(DRAINING)
             worker.state = READY  # nothing turns it back
-            await until(lambda: worker.answers[-1].directive == DRAIN, "drain", 3.0)
+            await until(lambda: worker.answers[-1].directive == DRAIN, "drain")
             replica = watcher.one()
             assert replica is not None
             assert replica.state == DRAINING
@@ -160,7 +163,7 @@ async def test_load_reaches_watchers_with_its_last_value() -> None:
 
             for value in (3, 9, 4):
                 worker.load.queue_length = value
-                await until(seen, f"load {value}", 3.0)
+                await until(seen, f"load {value}")
 
 
 async def test_wrong_claims_are_told_what_to_do() -> None:
@@ -223,15 +226,15 @@ async def test_one_stream_carries_one_instance() -> None:
 
 
 async def test_a_revoked_lease_means_register_again_under_the_same_id() -> None:
-    async with cluster(ttl_s=3) as c:
+    async with cluster() as c:
         client = await c.start()
         worker = await worker_of(client)
         epoch = worker.claim.replica.epoch
         async with watching(client) as watcher, beating(worker, client):
             await until(lambda: len(worker.answers) > 2, "beats")
             await c.etcd_client.revoke_lease(worker.claim.lease_id)
-            await until(lambda: worker.registrations == 2, "registration", 2.0)
-            await until(lambda: bool((r := watcher.one()) and r.ref.epoch > epoch), "new epoch", 2.0)
+            await until(lambda: worker.registrations == 2, "registration")
+            await until(lambda: bool((r := watcher.one()) and r.ref.epoch > epoch), "new epoch")
             assert worker.replica_id == 0
             count = len(worker.answers)
             await until(lambda: len(worker.answers) > count + 5, "beats go on")
@@ -253,9 +256,11 @@ async def test_etcd_frozen_for_longer_than_the_ttl_costs_nobody() -> None:
 
             await until(beaten(3), "beats")
             c.etcd.freeze()
-            await until(lambda: watcher.stale, "stale", 8.0)
+            frozen_s = time.monotonic()
+            await until(lambda: watcher.stale, "stale")
             assert watcher.ids() == {0, 1, 2}
-            await until(beaten(20), "beats are answered, well over the TTL", 5.0)
+            await until(lambda: time.monotonic() > frozen_s + 4, "twice the TTL")
+            await until(beaten(20), "beats are answered")
             assert {worker.answers[-1].directive for worker in workers} == {CONTINUE}
             assert watcher.ids() == {0, 1, 2}
             listed = await client.registry.ListReplicas(pb.ListReplicasRequest())
@@ -270,14 +275,14 @@ async def test_etcd_frozen_for_longer_than_the_ttl_costs_nobody() -> None:
                 seen = {key[2]: replica.ref.epoch for key, replica in watcher.table.items()}
                 return not watcher.stale and seen == ours and len(ours) == 3
 
-            await until(recovered, "everybody back", 10.0)
+            await until(recovered, "everybody back")
             await until(beaten(25), "beats go on")  # longer than another lease's life
-            await until(recovered, "still there", 3.0)
+            await until(recovered, "still there")
             assert {worker.answers[-1].directive for worker in workers} == {CONTINUE}
 
 
 async def test_a_control_plane_with_empty_memory_carries_on() -> None:
-    async with cluster(ttl_s=2) as c:
+    async with cluster(ttl_s=3) as c:
         client = await c.start()
         first = c.planes[0]
         _, second = await c.control_plane()
@@ -287,8 +292,8 @@ async def test_a_control_plane_with_empty_memory_carries_on() -> None:
             await until(lambda: len(worker.answers) > 2, "beats")
             await first.stop()
             count = len(worker.answers)
-            await until(lambda: len(worker.answers) > count + 3, "beats at the other one", 3.0)
-            await asyncio.sleep(2.5)  # its lease is refreshed by the other one
+            await until(lambda: len(worker.answers) > count + 3, "beats at the other one")
+            await asyncio.sleep(4)  # its lease is refreshed by the other one
             assert worker.registrations == 1
             assert {key[2]: replica.ref.epoch for key, replica in watcher.table.items()} == {0: epoch}
             replica = watcher.one()
@@ -303,4 +308,4 @@ async def test_a_deleted_pipeline_drains_its_replicas() -> None:
         async with beating(worker, client):
             await until(lambda: len(worker.answers) > 2, "beats")
             await client.pipelines.DeletePipeline(pipeline_service_pb2.DeletePipelineRequest(name="demo"))
-            await until(lambda: worker.answers[-1].directive == DRAIN, "drain", 2.0)
+            await until(lambda: worker.answers[-1].directive == DRAIN, "drain")

@@ -92,7 +92,7 @@ class TestPipelines:
 
 class TestReplicaVerbs:
     async def test_a_cordon_takes_a_replica_out_and_outlives_its_lease(self) -> None:
-        async with cluster(ttl_s=3) as c:
+        async with cluster() as c:
             client = await c.start()
             worker = Worker(await client.apply())
             await worker.register(client)
@@ -108,7 +108,7 @@ class TestReplicaVerbs:
                 assert status.cluster == "default"
 
                 await c.etcd_client.revoke_lease(worker.claim.lease_id)
-                await until(lambda: worker.registrations == 2, "registered again", 3.0)
+                await until(lambda: worker.registrations == 2, "registered again")
                 assert (await client.replicas())[0].cordoned
                 # The claim that was cordoned is gone: its epoch names nobody.
                 with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -47,7 +47,7 @@ async def test_it_starts_before_etcd_and_says_so(services: Services) -> None:
     async with etcd_server() as etcd:
         etcd.kill()
         plane = services.spawn("control-plane", "--listen", "127.0.0.1:0", "--etcd", etcd.endpoint)
-        await until(lambda: "Listening address=" in plane.logs(), "listening", 20.0)
+        await until(lambda: "Listening address=" in plane.logs(), "listening")
         address = plane.logs().split("Listening address=")[1].split()[0]
         client = Client(address)
         async with client.channel:
@@ -62,7 +62,7 @@ async def test_it_starts_before_etcd_and_says_so(services: Services) -> None:
 
 async def test_a_control_plane_killed_under_beats_costs_nobody(services: Services) -> None:
     async with etcd_server() as etcd:
-        flags = ("--listen", "127.0.0.1:0", "--etcd", etcd.endpoint, "--lease-ttl-s", "2")
+        flags = ("--listen", "127.0.0.1:0", "--etcd", etcd.endpoint, "--lease-ttl-s", "3")
         first, second = [await services.start("control-plane", *flags) for _ in range(2)]
         clients = [Client(first.ready["address"]), Client(second.ready["address"])]
         async with clients[0].channel, clients[1].channel:
@@ -73,13 +73,13 @@ async def test_a_control_plane_killed_under_beats_costs_nobody(services: Service
                 await until(lambda: len(worker.answers) > 3, "beats")
                 first.kill()
                 count = len(worker.answers)
-                await until(lambda: len(worker.answers) > count + 3, "beats at the other one", 3.0)
+                await until(lambda: len(worker.answers) > count + 3, "beats at the other one")
                 # ... for longer than the lease would have lived.
-                await until(lambda: len(worker.answers) > count + 50, "beats go on", 15.0)
+                await until(lambda: len(worker.answers) > count + 80, "beats go on")
+                await until(lambda: bool((r := watcher.one()) and not r.suspect), "trust")
                 replica = watcher.one()
                 assert replica is not None
                 assert replica.ref.epoch == epoch
-                assert not replica.suspect
 
 
 async def test_a_frozen_control_plane_suspects_nobody_when_it_wakes(services: Services) -> None:
@@ -107,18 +107,19 @@ async def test_wrong_flags_end_it_with_code_2(services: Services) -> None:
 
 
 async def test_a_killed_worker_is_suspect_at_once_and_gone_after_the_ttl(services: Services) -> None:
-    async with cluster(ttl_s=2) as c:
+    # Missed beats would make it suspect after 2.4 s.
+    async with cluster(ttl_s=5, heartbeat_interval_s=0.8) as c:
         client = await c.start()
         command = [sys.executable, "-m", "tests.integration.control_plane.harness", client.address]
         worker = await asyncio.create_subprocess_exec(*command)
         async with watching(client) as watcher:
-            await until(lambda: watcher.ids() == {0}, "registration", 20.0)
+            await until(lambda: watcher.ids() == {0}, "registration")
             await until(lambda: bool((r := watcher.one()) and r.load.queue_length), "beats")
             worker.kill()
             killed = time.monotonic()
             await until(lambda: bool((r := watcher.one()) and r.suspect), "suspect")
-            assert time.monotonic() - killed < 0.6, "by the broken stream, not by missed beats"
-            await until(lambda: watcher.ids() == set(), "removal", 6.0)
+            assert time.monotonic() - killed < 2.0, "by the broken stream, not by missed beats"
+            await until(lambda: watcher.ids() == set(), "removal")
         await worker.wait()
 
 
@@ -137,7 +138,7 @@ async def test_a_second_signal_ends_it_at_once(services: Services) -> None:
         os.kill(plane.pid, signal.SIGTERM)
         await until(lambda: "stopping" in plane.logs(), "shutdown")
         os.kill(plane.pid, signal.SIGTERM)
-        assert await plane.wait_exit(3.0) in (0, 128 + signal.SIGTERM)
+        assert await plane.wait_exit() in (0, 128 + signal.SIGTERM)
 
 
 async def _reflected(client: Client) -> set[str]:
