@@ -20,7 +20,8 @@ _log = get_logger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the service; returns its exit code: 0 after a graceful stop."""
+    """Run the service; returns its exit code: 0 after a graceful stop, ``RESTART_EXIT_CODE`` after a drain whose
+    operator wants a new process."""
     config = configuration.parse(StageWorkerConfig, argv, program="omniplane stage-worker", component="stage_worker")
     if config.die_with_parent:
         process.die_with_parent()
@@ -77,7 +78,7 @@ async def _run(worker: Worker, config: StageWorkerConfig, stop: asyncio.Task[Non
         await worker.leave(reason)
     if worker.failure is not None:
         raise worker.failure
-    return 0
+    return worker.drain.exit_code
 
 
 async def _start(worker: Worker, deadline_s: float) -> None:

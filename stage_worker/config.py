@@ -15,6 +15,11 @@ def _named(value: str) -> None:
         raise ValueError("must not be empty")
 
 
+def _id_or_none(value: int) -> None:
+    if not -1 <= value < 2**32:
+        raise ValueError(f"must be a replica id, or -1, got {value}")
+
+
 @dataclasses.dataclass(frozen=True)
 class StageWorkerConfig:
     """One replica of one stage: loads its engine, registers, serves gateways and peer workers."""
@@ -30,6 +35,9 @@ class StageWorkerConfig:
     advertise: str = option(
         "", help="host that others reach this worker at; empty: found out", flags=("--omni-replica-address", "-ora")
     )
+    preferred_replica_id: int = option(
+        -1, help="replica id to ask for, given if it is free; -1: the lowest free one", check=_id_or_none
+    )
     devices: tuple[str, ...] = option((), help="logical device ids for the engine, such as 0,1")
     topology_domain: str = option("", help="rack, zone or any label that operators route by")
     pool_bytes: int = option(
@@ -43,7 +51,9 @@ class StageWorkerConfig:
     engine_start_timeout_s: float = option(
         1800.0, help="give up if the engine has not started after this", check=positive, flags=("--stage-init-timeout",)
     )
-    drain_timeout_s: float = option(30.0, help="on a stop, running requests may take this long", check=not_negative)
+    drain_timeout_s: float = option(
+        30.0, help="running requests may take this long after a stop or drain", check=not_negative
+    )
     chunk_timeout_s: float = option(
         CHUNK_TIMEOUT_S, help="longest silence of an upstream stage in a request", check=positive
     )

@@ -45,10 +45,14 @@ class EngineDiedError(UnavailableError):
 
 
 class DirectiveHandler(Protocol):
-    """Who acts on what the control plane asks. Both return at once."""
+    """Who acts on what the control plane asks. All return at once."""
 
     def on_drain(self, detail: str) -> None:
         """Finish what runs, take nothing new, then leave."""
+        ...
+
+    def on_drain_order(self, order: types_pb2.DrainOrder) -> None:
+        """How to drain; comes with every answer once an operator has asked for it."""
         ...
 
     def on_stop(self, detail: str) -> None:
@@ -57,7 +61,8 @@ class DirectiveHandler(Protocol):
 
 
 class Registrar:
-    """The claim of one worker. ``describe`` builds the registration; ``probe`` is the engine's."""
+    """The claim of one worker. ``describe`` builds the registration; ``probe`` is the engine's;
+    ``preferred_replica_id`` is the one to ask for first."""
 
     def __init__(
         self,
@@ -69,8 +74,10 @@ class Registrar:
         progress: Progress,
         load: LoadSource,
         handler: DirectiveHandler,
+        preferred_replica_id: int | None = None,
     ) -> None:
         self._client = client
+        self._preferred_replica_id = preferred_replica_id
         self._identity = identity
         self._describe = describe
         self._probe = probe
@@ -199,6 +206,8 @@ class Registrar:
         if self._leaving.is_set():
             return True
         directive = response.directive
+        if response.HasField("drain"):
+            self._handler.on_drain_order(response.drain)
         if response.HasField("next_interval"):
             self._interval_s = max(0.01, response.next_interval.ToNanoseconds() / 1e9)
         if directive == pb.HEARTBEAT_DIRECTIVE_CONTINUE:
@@ -231,6 +240,9 @@ class Registrar:
             self._handler.on_drain(error.message)
             return False
         except OmniError as error:
+            if error.reason == "DRAINED":
+                self._handler.on_drain(error.message)
+                return False
             _log.error("refused to register again", error=error.message)
             self._handler.on_stop(error.message)
             return False
@@ -255,6 +267,8 @@ class Registrar:
         request = self._describe()
         if self._identity.registered:
             request.preferred_replica_id = self._identity.current.replica_id
+        elif self._preferred_replica_id is not None:
+            request.preferred_replica_id = self._preferred_replica_id
         loading = self._state == types_pb2.REPLICA_STATE_STARTING
         request.state = types_pb2.REPLICA_STATE_STARTING if loading else types_pb2.REPLICA_STATE_READY
         return request

@@ -1,8 +1,11 @@
 """One replica from start to end.
 
     plan from the control plane → server (port known) → claim as STARTING → engine starts → READY
-    stop (signal, DRAIN): leave the registry → finish what runs, up to a limit → close
+    stop (signal): leave the registry → finish what runs, up to a limit → close
+    DRAIN: say so → finish what runs, up to the operator's limit → leave the registry → close
     stop (STOP, dead engine): end what runs with an error → close
+
+Gateways are told before calls are refused: those that were sent meanwhile are taken, so that a drain costs no request.
 
 Whatever happens, the claim is given back and everything that was opened is closed, in the reverse order.
 """
@@ -29,6 +32,7 @@ from stage_worker.calls import CallTable, WorkerParts
 from stage_worker.channels import PeerChannels
 from stage_worker.config import StageWorkerConfig
 from stage_worker.control_plane_client import ControlPlaneClient, fetch_plan
+from stage_worker.drain import Drain
 from stage_worker.engine import Engine
 from stage_worker.engines import create_engine
 from stage_worker.flows import FlowTable
@@ -47,7 +51,6 @@ SERVICE_NAMES = ("omni.v1.StageService", "omni.v1.TransferService")
 ENGINE_CLOSE_TIMEOUT_S = 20.0
 """An engine that hangs does not close; the process must end all the same."""
 _SWEEP_S = 0.5
-_DRAIN_POLL_S = 0.02
 _STOP_GRACE_S = 1.0  # for the last frames to leave
 
 
@@ -72,8 +75,6 @@ class Worker:
         self._placement = address.placement(config.devices, config.topology_domain)
         self.stopping = asyncio.Event()
         """Set when the control plane, or the engine's death, says that this worker must end."""
-        self.may_finish_calls = True
-        """False: end what runs with an error, rather than wait for it."""
         self.failure: OmniError | None = None
         """Why this worker must end, if that is an error."""
         stage_ref = types_pb2.StageRef(pipeline=pipeline.name, stage_id=stage.stage_id)
@@ -110,6 +111,7 @@ class Worker:
         self.parts.calls.refusal = UnavailableError("this replica is still loading", reason="STARTING")
         self.load = LoadSource(engine, connectors.usage, lambda: len(self.parts.calls))
         self.sessions = SessionSet()
+        self.drain = Drain(self.parts.calls, self.parts.flows, self.sessions, clock, limit_s=config.drain_timeout_s)
         self.registrar = Registrar(
             client,
             self.identity,
@@ -118,6 +120,7 @@ class Worker:
             progress=self.parts.progress,
             load=self.load,
             handler=self,
+            preferred_replica_id=config.preferred_replica_id if config.preferred_replica_id >= 0 else None,
         )
         self.transfer = TransferServicer(self.identity, store, self.parts.flows)
         self._kv_layout = ""
@@ -188,36 +191,39 @@ class Worker:
         """The control plane asks to drain: beats go on, as DRAINING, until what runs has ended."""
         if not self.stopping.is_set():
             _log.info("told to drain", detail=detail)
-            self.refuse_calls("this replica is draining")
+            self.drain.announce()
             self.registrar.set_state(types_pb2.REPLICA_STATE_DRAINING)
             self.stopping.set()
 
+    def on_drain_order(self, order: types_pb2.DrainOrder) -> None:
+        """How an operator wants it drained; comes before ``on_drain``, and again with every later beat."""
+        self.drain.take_order(order)
+
     def on_stop(self, detail: str) -> None:
         """The claim is over."""
-        self.may_finish_calls = False
+        self.drain.may_finish = False
         self.refuse_calls(f"this replica was stopped: {detail}")
         self.stopping.set()
 
     def refuse_calls(self, why: str) -> None:
         """Take nothing new, for good, and tell the gateways."""
         self.parts.calls.refusal = UnavailableError(why, reason="DRAINING")
-        self.parts.calls.draining = True
-        self.sessions.note_change()
+        self.drain.announce()
 
     # --- end --------------------------------------------------------------------------------------------------------
 
     async def leave(self, reason: str) -> None:
         """Stop taking calls and give the claim back; what runs goes on. A replica that was told to drain stays in the
         registry, as DRAINING, while it has work."""
-        self.refuse_calls(f"this replica is stopping: {reason}")
+        self.drain.announce()
         if self._server is not None:
             await self._server.set_serving(False)
-        if self.registrar.state == types_pb2.REPLICA_STATE_DRAINING and self.may_finish_calls:
-            await self._finish_calls()
+        if self.registrar.state == types_pb2.REPLICA_STATE_DRAINING:
+            await self.drain.finish()
         await self.registrar.deregister(reason)
         await self._cancel("heartbeats")
-        if self.may_finish_calls:
-            await self._finish_calls()
+        await self.drain.finish()
+        self.refuse_calls(f"this replica is stopping: {reason}")
 
     async def close(self) -> None:
         """End everything. What still runs ends with an error. May be called more than once."""
@@ -240,21 +246,6 @@ class Worker:
             _log.error("engine does not close: left to the end of the process", waited_s=ENGINE_CLOSE_TIMEOUT_S)
         await self.parts.connectors.close()
         await self.channels.close()
-
-    async def _finish_calls(self) -> None:
-        """Wait until nothing runs and no consumer waits for our data, up to the limit."""
-        limit_s = self._clock.monotonic() + self._config.drain_timeout_s
-        calls, flows = self.parts.calls, self.parts.flows
-        if calls or flows.holding:
-            _log.info("draining", calls=len(calls), flows=flows.holding, limit_s=self._config.drain_timeout_s)
-        while self._must_wait_until(limit_s):  # noqa: ASYNC110 -- two tables, once in a worker's life
-            await asyncio.sleep(_DRAIN_POLL_S)
-        if calls:
-            _log.warning("drain limit reached: requests are cut off", calls=len(calls))
-
-    def _must_wait_until(self, limit_s: float) -> bool:
-        busy = bool(self.parts.calls) or self.parts.flows.holding > 0
-        return busy and self.may_finish_calls and self._clock.monotonic() < limit_s
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
