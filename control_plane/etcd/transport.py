@@ -33,6 +33,7 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     # (server/embed/config.go, grpc-keepalive-min-time), so pings go out only beside streams and calls.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.http2.ping_timeout_ms", 3_000),  # the former alone leaves a stopped member for 60 s
     ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
