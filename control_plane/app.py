@@ -18,6 +18,7 @@ import grpc.aio
 from control_plane.admin import Admin
 from control_plane.config import EMBEDDED, ControlPlaneConfig
 from control_plane.etcd import EtcdClient, EtcdCredentials
+from control_plane.etcd.endpoints import parse_endpoints
 from control_plane.etcd.server import EmbeddedEtcd
 from control_plane.feed import Feed
 from control_plane.heartbeat import Heartbeats
@@ -38,11 +39,14 @@ from control_plane.table import Table
 from control_plane.watchers import PipelineFanout, ReplicaFanout
 from omnicore import config as omniconfig
 from omnicore import rpc
+from omnicore.access import Role
 from omnicore.clock import SYSTEM_CLOCK, Clock
 from omnicore.config import split_host_port
 from omnicore.errors import OmniError
 from omnicore.log import get_logger, setup_logging
 from omnicore.process import Shutdown, die_with_parent, run, write_ready_file
+from omnicore.security import Security
+from omnicore.tokens import TokenFile
 
 _log = get_logger(__name__)
 
@@ -54,8 +58,18 @@ class ControlPlane:
     the work in the background.
     """
 
-    def __init__(self, settings: ControlPlaneConfig, client: EtcdClient, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self,
+        settings: ControlPlaneConfig,
+        client: EtcdClient,
+        clock: Clock = SYSTEM_CLOCK,
+        security: Security | None = None,
+    ) -> None:
+        """``security`` is made of ``settings`` by default. Raises what ``make_security`` does, and
+        ``InvalidRequestError`` for token files that do not serve."""
         self._settings = settings
+        self._security = security or make_security(settings)
+        self._tokens = _token_files(settings)
         self.table = Table(Keys(settings.cluster))
         records = Records(client, self.table)
         self.feed = Feed(client, self.table, clock)
@@ -72,7 +86,9 @@ class ControlPlane:
         membership = Membership(client, self.table, records, lease_ttl_s=settings.lease_ttl_s)
         self._registry = RegistryServicer(self.table, membership, self.heartbeats, self.replica_fanout)
         self._pipelines = PipelineServicer(self.table, Pipelines(client, self.table), self.pipeline_fanout)
-        self._admin = AdminServicer(self.table, Admin(client, self.table, records), self.replica_fanout)
+        self._admin = AdminServicer(
+            self.table, Admin(client, self.table, records), self.replica_fanout, self._security.to_worker
+        )
         self._inspect = InspectServicer(client, self.table, self.heartbeats)
         self._server: rpc.RunningServer | None = None
         self._work: asyncio.Task[None] | None = None
@@ -103,7 +119,14 @@ class ControlPlane:
             add_inspect_servicer(server, self._inspect)
 
         host, port = split_host_port(self._settings.listen)
-        self._server = await rpc.serve(add, (*SERVICE_NAMES, INSPECT_SERVICE_NAME), host=host, port=port)
+        self._server = await rpc.serve(
+            add,
+            (*SERVICE_NAMES, INSPECT_SERVICE_NAME),
+            host=host,
+            port=port,
+            credentials=self._security.server_credentials(),
+            interceptors=self._security.interceptors(self._tokens),
+        )
         await self._server.set_serving(False)
         _log.info("Listening", address=self.address, cluster=self._settings.cluster)
         self._work = asyncio.create_task(self._run(), name="control-plane")
@@ -159,6 +182,26 @@ def _first(group: BaseExceptionGroup[OmniError]) -> OmniError:
     return error
 
 
+def make_security(settings: ControlPlaneConfig) -> Security:
+    """Raises ``InvalidRequestError`` for certificates that do not serve, and for plaintext beyond loopback, to serve or
+    towards etcd."""
+    security = Security(settings, serves=Role.CONTROL_PLANE)
+    security.check_listen("--listen", settings.listen)
+    if not settings.etcd_ca and not settings.etcd_cert and settings.etcd != (EMBEDDED,):
+        plain = [endpoint.target for endpoint in parse_endpoints(settings.etcd) if not endpoint.tls]
+        remedy = "give --etcd-ca (and --etcd-cert with --etcd-key), or https://host:port, or say --insecure"
+        security.check_plaintext("--etcd", plain, remedy)
+    return security
+
+
+def _token_files(settings: ControlPlaneConfig) -> dict[Role, TokenFile]:
+    named = {
+        Role.WORKER: ("--registration-token-file", settings.registration_token_file),
+        Role.ADMIN: ("--admin-token-file", settings.admin_token_file),
+    }
+    return {role: TokenFile(flag, path) for role, (flag, path) in named.items() if path}
+
+
 def main(argv: Sequence[str]) -> int:
     """Run until a signal: 0. Wrong flags: 2. If it cannot go on (port taken, store of another schema): that error's
     exit code."""
@@ -177,6 +220,7 @@ def main(argv: Sequence[str]) -> int:
 async def _serve(settings: ControlPlaneConfig) -> int:
     shutdown = Shutdown()
     shutdown.install()
+    security = make_security(settings)
     credentials = EtcdCredentials.from_files(
         ca=settings.etcd_ca,
         cert=settings.etcd_cert,
@@ -195,7 +239,7 @@ async def _serve(settings: ControlPlaneConfig) -> int:
         client = await stack.enter_async_context(
             EtcdClient(endpoints, credentials=credentials, timeout_s=settings.etcd_timeout_s)
         )
-        control_plane = await stack.enter_async_context(ControlPlane(settings, client))
+        control_plane = await stack.enter_async_context(ControlPlane(settings, client, security=security))
         ends = [shutdown.wait(), control_plane.failed(), *([_ended(etcd)] if etcd is not None else [])]
         waits: set[asyncio.Task[None]] = {asyncio.create_task(end) for end in ends}
         ready = asyncio.create_task(control_plane.loaded())

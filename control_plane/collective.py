@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 from typing import Final
 
 import grpc
@@ -24,7 +25,12 @@ MAX_TIMEOUT_S: Final = 600.0
 _AT_ONCE: Final = 256  # connections
 
 
-async def collective_rpc(table: Table, request: pb.CollectiveRpcRequest) -> pb.CollectiveRpcResponse:
+Connect = Callable[[str], grpc.aio.Channel]
+
+
+async def collective_rpc(
+    table: Table, request: pb.CollectiveRpcRequest, connect: Connect = rpc.channel
+) -> pb.CollectiveRpcResponse:
     """Validate the whole call, then fan it out. Raises only before any effect; later faults are results."""
     timeout_s = _check(request)
     table.require_loaded()
@@ -38,7 +44,7 @@ async def collective_rpc(table: Table, request: pb.CollectiveRpcRequest) -> pb.C
 
     async def limited(row: ReplicaRow) -> pb.ReplicaResult:
         async with at_once:
-            return await _control(row, request, timeout_s)
+            return await _control(row, request, timeout_s, connect)
 
     method = types_pb2.ControlMethod.Name(request.method)
     _log.info(
@@ -76,15 +82,19 @@ def _stage_ids(pipeline: pipeline_pb2.Pipeline, request: pb.CollectiveRpcRequest
     return {compat.find_stage(pipeline, stage_id).stage_id for stage_id in request.stage_ids}
 
 
-async def _control(row: ReplicaRow, request: pb.CollectiveRpcRequest, timeout_s: float) -> pb.ReplicaResult:
+async def _control(
+    row: ReplicaRow, request: pb.CollectiveRpcRequest, timeout_s: float, connect: Connect
+) -> pb.ReplicaResult:
     result = pb.ReplicaResult(replica=row.replica.ref)
     call = stage_service_pb2.ControlRequest(replica=row.replica.ref, method=request.method, args=request.args)
-    async with rpc.channel(row.replica.endpoint) as channel:
-        try:
+    try:
+        async with connect(row.replica.endpoint) as channel:
             response = await stage_service_pb2_grpc.StageServiceStub(channel).Control(call, timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            result.status.CopyFrom(errors.from_rpc_error(error).to_status())
-        else:
-            result.result.CopyFrom(response.result)
-            result.status.SetInParent()  # code 0: done
+    except grpc.aio.AioRpcError as error:
+        result.status.CopyFrom(errors.from_rpc_error(error).to_status())
+    except errors.OmniError as error:  # no channel can be had to this address
+        result.status.CopyFrom(error.to_status())
+    else:
+        result.result.CopyFrom(response.result)
+        result.status.SetInParent()  # code 0: done
     return result

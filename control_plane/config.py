@@ -7,6 +7,7 @@ import dataclasses
 from control_plane.keys import Keys
 from control_plane.liveness import BASE_INTERVAL_S, MISSED_BEATS
 from omnicore.config import host_port, host_port_or_empty, option, positive
+from omnicore.security import SecurityConfig
 
 EMBEDDED = "embedded"
 
@@ -28,7 +29,7 @@ def _ttl(value: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ControlPlaneConfig:
+class ControlPlaneConfig(SecurityConfig):
     """Run a control plane: registration, liveness, pipelines and admin verbs, over etcd.
 
     Any number of them may run over one etcd; gateways and workers take a list of their addresses.
@@ -54,6 +55,12 @@ class ControlPlaneConfig:
         check=positive,
     )
     etcd_timeout_s: float = option(5.0, help="seconds that one call to etcd may take", check=positive)
+    registration_token_file: str = option(
+        "", help="file of the tokens, one a line, of which workers must send one; empty: no token is needed"
+    )
+    admin_token_file: str = option(
+        "", help="file of the tokens, one a line, that make a caller an administrator; empty: no token does"
+    )
     etcd_ca: str = option("", help="PEM file of the authority that signed etcd's certificate")
     etcd_cert: str = option("", help="PEM file of our certificate for etcd")
     etcd_key: str = option("", help="PEM file of its key")

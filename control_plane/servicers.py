@@ -25,6 +25,7 @@ from omni.v1 import (
     registry_service_pb2,
     registry_service_pb2_grpc,
 )
+from omnicore import rpc
 from omnicore.durations import to_duration
 from omnicore.errors import InvalidRequestError, UnimplementedError
 from omnicore.rpc import ServicerContext
@@ -169,9 +170,17 @@ class PipelineServicer(pipeline_service_pb2_grpc.PipelineServiceServicer):
 class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
     """``omni.v1.AdminService``."""
 
-    def __init__(self, table: Table, verbs: admin.Admin, fanout: ReplicaFanout) -> None:
+    def __init__(
+        self,
+        table: Table,
+        verbs: admin.Admin,
+        fanout: ReplicaFanout,
+        connect: collective.Connect = rpc.channel,
+    ) -> None:
+        """``connect`` makes a channel to a worker's endpoint."""
         self._table = table
         self._verbs = verbs
+        self._connect = connect
         self._fanout = fanout
 
     async def CordonReplica(  # noqa: N802
@@ -226,7 +235,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
         self, request: admin_service_pb2.CollectiveRpcRequest, context: ServicerContext
     ) -> admin_service_pb2.CollectiveRpcResponse:
         """One engine method on whole stages."""
-        return await collective.collective_rpc(self._table, request)
+        return await collective.collective_rpc(self._table, request, self._connect)
 
     async def GetClusterStatus(  # noqa: N802
         self, request: admin_service_pb2.GetClusterStatusRequest, context: ServicerContext

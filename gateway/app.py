@@ -16,6 +16,7 @@ from gateway.grpc_api import SERVICE_NAMES, InferenceServicer, RouterServicer
 from gateway.http.asgi import GatewayApp
 from gateway.http.server import HttpServer
 from gateway.http.service import HttpLimits, HttpService
+from gateway.http.tls import https_context
 from gateway.metrics import GatewayMetrics
 from gateway.orchestrator import Orchestrator
 from gateway.replica_table import ReplicaTable
@@ -24,8 +25,10 @@ from gateway.routes import RouteTable
 from omni.v1 import inference_service_pb2_grpc, router_service_pb2_grpc
 from omnicore import config as configuration
 from omnicore import rpc
+from omnicore.access import Role
 from omnicore.log import get_logger, setup_logging
 from omnicore.process import Shutdown, die_with_parent, run, write_ready_file
+from omnicore.security import Security, is_loopback
 
 _log = get_logger(__name__)
 
@@ -39,7 +42,14 @@ class Gateway:
     """All parts of one gateway, wired: ``start``, then ``drain`` and ``close``."""
 
     def __init__(self, config: GatewayConfig) -> None:
+        """Raises ``InvalidRequestError`` for certificates that do not serve, and for plaintext beyond loopback."""
         self.config = config
+        self._security = Security(config, serves=Role.GATEWAY)
+        self._security.check_listen("--grpc", config.grpc)
+        self._security.check_dial("--control-plane", config.control_plane)
+        self._https = https_context(config.http_tls_cert, config.http_tls_key)
+        if self._https is None and not is_loopback(config.http):
+            _log.warning("HTTP without TLS beyond loopback: what clients send can be read on the way", http=config.http)
         self.gateway_id = f"{socket.gethostname()}-{os.getpid()}"
         self.table = ReplicaTable()
         self.router = Router(
@@ -47,6 +57,7 @@ class Gateway:
             policy=config.balancing_policy,
             gateway_id=self.gateway_id,
             max_wait_s=config.route_wait_s,
+            connect=self._security.to_worker,
         )
         self.metrics = GatewayMetrics()
         self.orchestrator = Orchestrator(
@@ -57,7 +68,7 @@ class Gateway:
             kept_requests=config.kept_requests,
             on_end=self.metrics.request_ended,
         )
-        self.watch = ControlPlaneWatch(config.control_plane, self.table)
+        self.watch = ControlPlaneWatch(config.control_plane, self.table, connect=self._security.to_control_plane)
         self.metrics.watch(self.router, self.orchestrator, self.watch)
         self.routes = RouteTable(self.router)
         self._max_prompt_bytes = rpc.MAX_MESSAGE_BYTES - _CALL_OVERHEAD_BYTES
@@ -74,9 +85,16 @@ class Gateway:
         )
         app = GatewayApp(HttpService(self.orchestrator, self.router, self.metrics, limits))
         http_host, http_port = configuration.split_host_port(self.config.http)
-        self._http = HttpServer(app, http_host, http_port)
+        self._http = HttpServer(app, http_host, http_port, tls=self._https)
         grpc_host, grpc_port = configuration.split_host_port(self.config.grpc)
-        self._grpc = await rpc.serve(self._add_servicers, SERVICE_NAMES, host=grpc_host, port=grpc_port)
+        self._grpc = await rpc.serve(
+            self._add_servicers,
+            SERVICE_NAMES,
+            host=grpc_host,
+            port=grpc_port,
+            credentials=self._security.server_credentials(),
+            interceptors=self._security.interceptors(),
+        )
         self.watch.start()
         await self._http.start()
         await self._grpc.set_serving(True)

@@ -7,10 +7,11 @@ import dataclasses
 from gateway.balancers import POLICIES
 from omnicore.config import host_port, host_ports, not_negative, option, positive
 from omnicore.rpc import MAX_MESSAGE_BYTES
+from omnicore.security import SecurityConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class GatewayConfig:
+class GatewayConfig(SecurityConfig):
     """Serves OpenAI HTTP and gRPC, and routes every request over the stages of its pipeline."""
 
     control_plane: tuple[str, ...] = option(
@@ -18,6 +19,8 @@ class GatewayConfig:
     )
     http: str = option("127.0.0.1:8000", help="HTTP address, host:port; port 0 takes any free one", check=host_port)
     grpc: str = option("127.0.0.1:8001", help="gRPC address, host:port; port 0 takes any free one", check=host_port)
+    http_tls_cert: str = option("", help="PEM file of the certificate that makes HTTP HTTPS; goes with --http-tls-key")
+    http_tls_key: str = option("", help="PEM file of its private key")
     balancing_policy: str = option("power-of-two", help="how a stage's replica is chosen", choices=POLICIES)
     route_wait_s: float = option(
         10.0, help="how long a request waits for a routable replica, seconds", check=not_negative

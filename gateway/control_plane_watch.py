@@ -36,12 +36,12 @@ class ControlPlaneWatch:
         addresses: Sequence[str],
         table: ReplicaTable,
         *,
-        credentials: grpc.ChannelCredentials | None = None,
+        connect: Callable[[str], grpc.aio.Channel] = rpc.channel,
         silence_limit_s: float = SILENCE_LIMIT_S,
     ) -> None:
         self._addresses = tuple(addresses)
         self._table = table
-        self._credentials = credentials
+        self._connect = connect
         self._silence_limit_s = silence_limit_s
         self._connected = 0
         self._tasks: list[asyncio.Task[None]] = []
@@ -83,7 +83,7 @@ class ControlPlaneWatch:
                     backoff.reset()
                     _log.info("control plane connected", address=address, watch=what)
 
-            channel = rpc.channel(address, self._credentials)
+            channel = self._connect(address)
             try:
                 await watch(channel, on_message)
                 reason = "the stream ended"

@@ -74,7 +74,7 @@ class ReplicaSession:
         listener: SessionListener,
         *,
         gateway_id: str,
-        credentials: grpc.ChannelCredentials | None = None,
+        connect: Callable[[str], grpc.aio.Channel] = rpc.channel,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
         self.record = record
@@ -83,7 +83,7 @@ class ReplicaSession:
         self.frames_received = 0
         self._listener = listener
         self._gateway_id = gateway_id
-        self._credentials = credentials
+        self._connect = connect
         self._connect_timeout_s = connect_timeout_s
         self._sinks: dict[int, CallSink] = {}
         self._next_call_id = 1
@@ -184,10 +184,12 @@ class ReplicaSession:
         patience = Backoff(initial_s=0.2, max_s=10.0)
         try:
             while True:
-                self._channel = rpc.channel(self.record.endpoint, self._credentials)
                 try:
+                    self._channel = self._connect(self.record.endpoint)
                     await self._serve(self._channel, backoff)
                     reason, refused = "the stream ended", False
+                except errors.OmniError as error:  # no channel can be had to this address
+                    reason, refused = error.message, True
                 except grpc.aio.AioRpcError as error:
                     reason, refused = errors.from_rpc_error(error).message, error.code() in _REFUSALS
                 except TimeoutError:
@@ -196,7 +198,9 @@ class ReplicaSession:
                     _log.exception("session failed", **self._who())
                     reason, refused = f"internal error ({type(error).__name__})", False
                 finally:
-                    await self._channel.close(None)
+                    channel, self._channel = self._channel, None
+                    if channel is not None:
+                        await channel.close(None)
                 self._broke(reason)
                 if self._retiring:
                     return

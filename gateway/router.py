@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
-import grpc
+import grpc.aio
 
 from gateway.balancers import create_balancer
 from gateway.graph import PipelineGraph
@@ -18,7 +18,7 @@ from gateway.replica_session import ReplicaSession
 from gateway.replica_table import Claim, ReplicaTable, ReplicaView, StageKey, replica_key
 from gateway.stage_pool import Assignment, StagePool
 from omni.v1 import types_pb2
-from omnicore import errors
+from omnicore import errors, rpc
 from omnicore.clock import SYSTEM_CLOCK, Clock
 
 
@@ -34,7 +34,7 @@ class Router:
         max_wait_s: float = 10.0,
         rng: random.Random | None = None,
         clock: Clock = SYSTEM_CLOCK,
-        credentials: grpc.ChannelCredentials | None = None,
+        connect: Callable[[str], grpc.aio.Channel] = rpc.channel,
     ) -> None:
         self.table = table
         self.pools: dict[StageKey, StagePool] = {}
@@ -45,7 +45,7 @@ class Router:
         self._max_wait_s = max_wait_s
         self._rng = rng or random.Random()
         self._clock = clock
-        self._credentials = credentials
+        self._connect = connect
         self._retiring: set[asyncio.Task[None]] = set()
         self._closed = False
         table.add_listener(self)
@@ -133,7 +133,7 @@ class Router:
         slot = self._pool(new.key[:2]).put(new)
         record = new.record
         if record.state != types_pb2.REPLICA_STATE_STARTING and new.claim not in self.sessions and not self._closed:
-            session = ReplicaSession(record, self, gateway_id=self._gateway_id, credentials=self._credentials)
+            session = ReplicaSession(record, self, gateway_id=self._gateway_id, connect=self._connect)
             self.sessions[new.claim] = session
             session.start()
         slot.session = self.sessions.get(new.claim)

@@ -50,9 +50,15 @@ class Security:
     serve, naming the flag."""
 
     def __init__(
-        self, settings: SecurityConfig | None = None, *, token_flag: str = "--token-file", token_file: str = ""
+        self,
+        settings: SecurityConfig | None = None,
+        *,
+        serves: Role | None = None,
+        token_flag: str = "--token-file",
+        token_file: str = "",
     ) -> None:
-        """``token_file``, which the flag ``token_flag`` named, holds the token that calls to control planes carry."""
+        """``serves``: the role as a server, whose name the certificate must bear. ``token_file``, which the flag
+        ``token_flag`` named, holds the token that calls to control planes carry."""
         settings = settings or SecurityConfig()
         self._domain = settings.tls_domain
         self._insecure = settings.insecure
@@ -62,7 +68,8 @@ class Security:
             for flag, path in paths.items():
                 if not path:
                     raise errors.InvalidRequestError.field(flag, f"required: {', '.join(paths)} go together")
-            self._identity = tls.IdentityFiles(settings.tls_ca, settings.tls_cert, settings.tls_key)
+            name = f"{serves}.{self._domain}" if serves is not None else ""
+            self._identity = tls.IdentityFiles(settings.tls_ca, settings.tls_cert, settings.tls_key, name)
         self._token = TokenFile(token_flag, token_file) if token_file else None
 
     @property
@@ -79,10 +86,15 @@ class Security:
 
     def check_dial(self, flag: str, targets: Sequence[str]) -> None:
         """Raise ``InvalidRequestError`` if one of the addresses that ``flag`` gives may not be dialled in plaintext."""
+        if self._identity is None:
+            self.check_plaintext(flag, targets, _REMEDY)
+
+    def check_plaintext(self, flag: str, targets: Sequence[str], remedy: str) -> None:
+        """The same for a protocol that has TLS flags of its own, which are not given; ``remedy`` names them."""
         for target in targets:
-            if not self._may(target):
+            if not self._insecure and not is_loopback(target):
                 raise errors.InvalidRequestError.field(
-                    flag, f"plaintext only goes to loopback, and {target} is beyond it: {_REMEDY}", reason="PLAINTEXT"
+                    flag, f"plaintext only goes to loopback, and {target} is beyond it: {remedy}", reason="PLAINTEXT"
                 )
 
     def channel(self, target: str, peer: Role) -> grpc.aio.Channel:
@@ -126,12 +138,9 @@ class Security:
         if self._identity is None and not is_loopback(address):
             _log.warning("plaintext beyond loopback: anybody who can connect can do anything", address=address)
 
-    def server_credentials(self, role: Role) -> grpc.ServerCredentials | None:
-        """For ``rpc.serve``, as a server of ``role``; None: plaintext. Raises ``InvalidRequestError`` if the
-        certificate does not bear the role's name."""
-        if self._identity is None:
-            return None
-        return self._identity.server_credentials(f"{role}.{self._domain}")
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        """For ``rpc.serve``; None: plaintext."""
+        return self._identity.server_credentials() if self._identity is not None else None
 
     def interceptors(self, token_files: Mapping[Role, TokenFile] | None = None) -> tuple[rpc.Interceptor, ...]:
         """For ``rpc.serve``: checks every caller's role. Without TLS and tokens there is nothing to check."""

@@ -46,23 +46,20 @@ class Identity:
 class IdentityFiles:
     """The identity in three files, as they are now."""
 
-    def __init__(self, ca: str, cert: str, key: str) -> None:
-        """``ca`` holds one or more authorities, ``cert`` the certificate and what links it to one of them. Raises
-        ``InvalidRequestError`` that names the flag whose file is wrong."""
-        self._server_name = ""
+    def __init__(self, ca: str, cert: str, key: str, server_name: str = "") -> None:
+        """``ca`` holds one or more authorities, ``cert`` the certificate and what links it to one of them. A server's
+        certificate must be for the DNS name ``server_name``, which its callers look for; empty: only a client's.
+        Raises ``InvalidRequestError`` that names the flag whose file is wrong."""
+        self._server_name = server_name
         self._files = Reloaded("TLS certificate", {CA: ca, CERT: cert, KEY: key}, self._make)
 
     def current(self) -> Identity:
         """Reads the files again if they have changed."""
         return self._files.get()
 
-    def server_credentials(self, name: str) -> grpc.ServerCredentials:
-        """For a server that ``name`` (a DNS name) must be in the certificate of: callers look for it. A changed
-        certificate is shown, and a changed authority believed, from the next handshake on. Raises
-        ``InvalidRequestError`` if the certificate does not serve."""
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """For a server. A changed certificate is shown, a changed authority believed, from the next handshake on."""
         identity = self.current()
-        _prove(identity, name)
-        self._server_name = name
         return grpc.dynamic_ssl_server_credentials(
             identity.server_configuration(), _fetcher(self.current, identity), require_client_authentication=True
         )
@@ -98,7 +95,7 @@ def _prove(identity: Identity, server_name: str) -> Mapping[str, Any]:
     client.check_hostname = False
     for context in (server, client):
         _believe(context, identity.ca)
-        _show(context, identity)
+        load_certificate(context, {CERT: identity.cert, KEY: identity.key})
     server.verify_mode = ssl.CERT_REQUIRED
     if server_name:
         client.check_hostname = True
@@ -120,20 +117,28 @@ def _believe(context: ssl.SSLContext, ca: bytes) -> None:
         raise InvalidRequestError.field(CA, "the file holds no PEM certificates")
 
 
-def _show(context: ssl.SSLContext, identity: Identity) -> None:
-    def never() -> bytes:
-        raise InvalidRequestError.field(KEY, "the key is encrypted; give it without a passphrase")
+def load_certificate(context: ssl.SSLContext, contents: Mapping[str, bytes]) -> None:
+    """Have ``context`` show a certificate. ``contents`` are the PEM files of certificate and key, in this order, by the
+    flag that named them. Raises ``InvalidRequestError`` that names the flag whose file is wrong."""
+    (cert_flag, cert_pem), (key_flag, key_pem) = contents.items()
 
-    with _readable(identity.cert) as cert, _readable(identity.key) as key:
+    def never() -> bytes:
+        raise InvalidRequestError.field(key_flag, "the key is encrypted; give it without a passphrase")
+
+    with _readable(cert_pem) as cert, _readable(key_pem) as key:
         try:
             context.load_cert_chain(cert, key, never)
         except ssl.SSLError as error:
             if error.reason == "KEY_VALUES_MISMATCH":
-                raise InvalidRequestError.field(KEY, f"the key is not that of the certificate in {CERT}") from None
+                raise InvalidRequestError.field(
+                    key_flag, f"the key is not that of the certificate in {cert_flag}"
+                ) from None
             # OpenSSL does not tell which of the two it could not read.
-            flag = KEY if b"-----BEGIN CERTIFICATE-----" in identity.cert else CERT
-            kind = "private key" if flag == KEY else "certificate"
-            raise InvalidRequestError.field(flag, f"the file holds no PEM {kind} that can be read") from None
+            if b"-----BEGIN CERTIFICATE-----" in cert_pem:
+                raise InvalidRequestError.field(
+                    key_flag, "the file holds no PEM private key that can be read"
+                ) from None
+            raise InvalidRequestError.field(cert_flag, "the file holds no usable PEM certificate") from None
 
 
 @contextlib.contextmanager

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 
 from omnicore import config as configuration
 from omnicore import process
+from omnicore.access import Role
 from omnicore.clock import SYSTEM_CLOCK
 from omnicore.log import get_logger, setup_logging
+from omnicore.security import Security
 from stage_worker.config import StageWorkerConfig
 from stage_worker.control_plane_client import ControlPlaneClient
 from stage_worker.devices import VISIBLE_DEVICES, narrowed
@@ -36,18 +38,24 @@ async def _run_service(config: StageWorkerConfig) -> int:
 
 
 async def serve(config: StageWorkerConfig, shutdown: process.Shutdown | None = None) -> int:
-    """Start, serve, stop. Raises typed errors for a start that fails; ``shutdown`` ends it, by default on SIGTERM and
-    SIGINT."""
+    """Start, serve, stop. Raises typed errors for a start that fails, such as plaintext beyond loopback; ``shutdown``
+    ends it, by default on SIGTERM and SIGINT."""
     if shutdown is None:
         shutdown = process.Shutdown()
         shutdown.install()
-    client = ControlPlaneClient(config.control_plane, SYSTEM_CLOCK)
+    security = Security(
+        config, serves=Role.WORKER, token_flag="--registration-token-file", token_file=config.registration_token_file
+    )
+    security.check_dial("--control-plane", config.control_plane)
+    if config.listen:  # else it is what leads to the control plane, and so loopback if that is
+        security.check_listen("--listen", config.listen)
+    client = ControlPlaneClient(config.control_plane, SYSTEM_CLOCK, security.to_control_plane)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(client.close)
         stop = asyncio.create_task(shutdown.wait(), name="shutdown")
         stack.callback(stop.cancel)
         deadline_s = SYSTEM_CLOCK.monotonic() + config.startup_timeout_s
-        planning = asyncio.create_task(plan_worker(config, client, deadline_s), name="plan")
+        planning = asyncio.create_task(plan_worker(config, client, deadline_s, security), name="plan")
         if not await _first(planning, stop):
             return 0
         worker = planning.result()

@@ -20,24 +20,38 @@ IDLE_S = 60.0
 @dataclasses.dataclass(slots=True)
 class _Entry:
     channel: grpc.aio.Channel
+    version: object
     users: int = 0
     idle_since_s: float = 0.0
 
 
 class PeerChannels:
-    """Channels by endpoint, "host:port"."""
+    """Channels by endpoint, "host:port". ``version()`` changes when channels made before should not be used again: what
+    begins after that gets a new one, what uses the old one may go on."""
 
-    def __init__(self, clock: Clock, connect: Callable[[str], grpc.aio.Channel] = rpc.channel) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        connect: Callable[[str], grpc.aio.Channel] = rpc.channel,
+        version: Callable[[], object] = lambda: None,
+    ) -> None:
         self._clock = clock
         self._connect = connect
+        self._version = version
         self._entries: dict[str, _Entry] = {}
+        self._outdated: list[_Entry] = []
 
     @contextlib.contextmanager
     def use(self, endpoint: str) -> Iterator[grpc.aio.Channel]:
-        """A channel that stays open inside the context."""
+        """A channel that stays open inside the context. Raises ``FailedPreconditionError`` where plaintext may not
+        go."""
+        version = self._version()
         entry = self._entries.get(endpoint)
+        if entry is not None and entry.version is not version:
+            self._outdated.append(entry)
+            entry = None
         if entry is None:
-            entry = self._entries[endpoint] = _Entry(self._connect(endpoint))
+            entry = self._entries[endpoint] = _Entry(self._connect(endpoint), version)
         entry.users += 1
         try:
             yield entry.channel
@@ -52,11 +66,15 @@ class PeerChannels:
             if entry.users == 0 and entry.idle_since_s <= before_s:
                 del self._entries[endpoint]
                 await entry.channel.close(None)
+        for entry in [entry for entry in self._outdated if entry.users == 0]:
+            self._outdated.remove(entry)
+            await entry.channel.close(None)
 
     async def close(self) -> None:
         """Close all."""
-        entries, self._entries = self._entries, {}
-        for entry in entries.values():
+        entries = [*self._entries.values(), *self._outdated]
+        self._entries, self._outdated = {}, []
+        for entry in entries:
             await entry.channel.close(None)
 
     async def fetch(self, handle: transfer_pb2.TransferHandle) -> AsyncIterator[bytes]:

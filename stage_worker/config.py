@@ -6,6 +6,7 @@ import dataclasses
 
 from connectors.shm import DEFAULT_POOL_BYTES
 from omnicore.config import host_port_or_empty, host_ports, not_negative, option, positive
+from omnicore.security import SecurityConfig
 from stage_worker.flows import OPEN_WAIT_S
 from stage_worker.links import CHUNK_TIMEOUT_S
 
@@ -21,7 +22,7 @@ def _id_or_none(value: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class StageWorkerConfig:
+class StageWorkerConfig(SecurityConfig):
     """One replica of one stage: loads its engine, registers, serves gateways and peer workers."""
 
     pipeline: str = option(help="pipeline to serve a stage of", check=_named)
@@ -34,6 +35,9 @@ class StageWorkerConfig:
     )
     advertise: str = option(
         "", help="host that others reach this worker at; empty: found out", flags=("--omni-replica-address", "-ora")
+    )
+    registration_token_file: str = option(
+        "", help="file with the token that control planes want of workers; its first line that is no comment is sent"
     )
     preferred_replica_id: int = option(
         -1, help="replica id to ask for, given if it is free; -1: the lowest free one", check=_id_or_none

@@ -207,13 +207,14 @@ class _Link:
         except grpc.aio.AioRpcError as error:
             cause = error
         finally:
-            self.broken = True
             writer.cancel()
             call.cancel()
-            self._fail_all(cause)
+            self.fail(cause)
             await asyncio.wait([writer])
 
-    def _fail_all(self, cause: BaseException | None) -> None:
+    def fail(self, cause: BaseException | None) -> None:
+        """Nothing comes any more: every flow has failed, because of ``cause``."""
+        self.broken = True
         why = from_exception(cause).message if cause is not None else "the stream ended"
         for reader in list(self._flows.values()):
             reader.fail(
@@ -287,8 +288,12 @@ class PeerLinks:
         try:
             with self._channels.use(link.peer.endpoint) as channel:
                 await link.run(channel)
-        except Exception:  # noqa: BLE001 -- the flows have failed; the worker goes on
+        except OmniError as error:  # no channel can be had to this address
+            _log.error("no link", peer=link.peer.name, endpoint=link.peer.endpoint, reason=error.message)
+            link.fail(error)
+        except Exception as error:  # noqa: BLE001 -- the flows have failed; the worker goes on
             _log.exception("link failed", peer=link.peer.name)
+            link.fail(error)
         finally:
             if self._links.get(link.peer) is link:
                 del self._links[link.peer]

@@ -11,6 +11,7 @@ import grpc.aio
 from connectors.payload import Payload
 from omni.v1 import transfer_pb2, transfer_service_pb2_grpc
 from omni.v1 import transfer_service_pb2 as pb
+from omnicore.errors import OmniError
 from omnicore.log import get_logger
 from stage_worker.channels import PeerChannels
 from stage_worker.identity import replica_name
@@ -100,3 +101,5 @@ class Releaser:
                 await stub.Release(request, timeout=_RELEASE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             _log.debug("release lost", endpoint=endpoint, handles=len(handles), code=error.code().name)
+        except OmniError as error:  # no channel can be had to this address
+            _log.debug("release lost", endpoint=endpoint, handles=len(handles), reason=error.message)

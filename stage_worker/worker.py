@@ -27,6 +27,7 @@ from omnicore.clock import SYSTEM_CLOCK, Clock
 from omnicore.config import join_host_port
 from omnicore.errors import InternalError, OmniError, UnavailableError
 from omnicore.log import get_logger
+from omnicore.security import Security
 from stage_worker import address
 from stage_worker.calls import CallTable, WorkerParts
 from stage_worker.channels import PeerChannels
@@ -65,6 +66,7 @@ class Worker:
         stage: pipeline_pb2.Stage,
         client: ControlPlaneClient,
         *,
+        security: Security | None = None,
         clock: Clock = SYSTEM_CLOCK,
         engine_factory: Callable[[pipeline_pb2.Stage, tuple[str, ...]], Engine] = create_engine,
     ) -> None:
@@ -72,6 +74,7 @@ class Worker:
         self._config = config
         self._clock = clock
         self._client = client
+        self._security = security or Security()
         self._placement = address.placement(config.devices, config.topology_domain)
         self.stopping = asyncio.Event()
         """Set when the control plane, or the engine's death, says that this worker must end."""
@@ -79,7 +82,7 @@ class Worker:
         """Why this worker must end, if that is an error."""
         stage_ref = types_pb2.StageRef(pipeline=pipeline.name, stage_id=stage.stage_id)
         self.identity = Identity(stage_ref, "")
-        self.channels = PeerChannels(clock)
+        self.channels = PeerChannels(clock, self._security.to_worker, lambda: self._security.version)
         engine = engine_factory(stage, config.devices)
         connectors = ConnectorSet(
             lambda: self.identity.data_owner,
@@ -133,7 +136,14 @@ class Worker:
         """Bind and serve. Raises ``UnavailableError`` for an address that cannot be bound."""
         config = self._config
         host, port, advertised = address.listen_and_advertised(config.listen, config.advertise, config.control_plane)
-        self._server = await rpc.serve(self._add_servicers, SERVICE_NAMES, host=host, port=port)
+        self._server = await rpc.serve(
+            self._add_servicers,
+            SERVICE_NAMES,
+            host=host,
+            port=port,
+            credentials=self._security.server_credentials(),
+            interceptors=self._security.interceptors(),
+        )
         self.identity.endpoint = join_host_port(advertised, self._server.port)
         _log.info("listening", address=join_host_port(host, self._server.port), advertised=self.identity.endpoint)
         self._own(self._sweep(), "sweep")
@@ -333,10 +343,12 @@ class Worker:
             await asyncio.wait([task])
 
 
-async def plan_worker(config: StageWorkerConfig, client: ControlPlaneClient, deadline_s: float) -> Worker:
+async def plan_worker(
+    config: StageWorkerConfig, client: ControlPlaneClient, deadline_s: float, security: Security | None = None
+) -> Worker:
     """A worker for what ``config`` names, once the control plane knows its plan."""
     pipeline, stage = await fetch_plan(client, config.pipeline, config.stage_id, deadline_s)
-    return Worker(config, pipeline, stage, client)
+    return Worker(config, pipeline, stage, client, security=security)
 
 
 def _connector_options(pipeline: pipeline_pb2.Pipeline, stage: pipeline_pb2.Stage) -> dict[str, dict[str, JsonValue]]:

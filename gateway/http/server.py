@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
@@ -37,8 +38,15 @@ class HttpServer:
     """Serves an application on one address: ``start``, then ``close``."""
 
     def __init__(
-        self, app: ASGIApp, host: str, port: int, *, protocol: type[BoundedProtocol] = BoundedProtocol
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        *,
+        protocol: type[BoundedProtocol] = BoundedProtocol,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        """Raises ``UnavailableError`` for an address that cannot be had. With ``tls`` it speaks HTTPS."""
         self.port = port
         self._socket = _bind(host, port)
         self.port = self._socket.getsockname()[1]
@@ -54,6 +62,8 @@ class HttpServer:
             backlog=_BACKLOG,
             timeout_graceful_shutdown=1,
         )
+        config.load()
+        config.ssl = tls
         # Its INFO lines tell of our own start and stop, which we tell ourselves.
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
         self._server = _Server(config)

@@ -23,7 +23,7 @@ async def test_addresses_that_cannot_be_bound_end_the_worker_and_are_named(servi
         with socket.create_server(("127.0.0.1", 0)) as taken:
             addresses = [f"127.0.0.1:{taken.getsockname()[1]}", "192.0.2.1:0"]  # in use; of another host
             workers = [
-                services.spawn("stage-worker", *worker_flags(table.address), "--listen", address)
+                services.spawn("stage-worker", *worker_flags(table.address), "--listen", address, "--insecure")
                 for address in addresses
             ]
             for worker, address in zip(workers, addresses, strict=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from omnicore.access import Role
 from omnicore.errors import FailedPreconditionError, InvalidRequestError
 from omnicore.security import Security, SecurityConfig, is_loopback
 
@@ -35,7 +34,7 @@ def test_loopback(address: str, loopback: bool) -> None:
 async def test_plaintext_beyond_loopback_must_be_asked_for() -> None:
     plain = Security()
     assert not plain.encrypted
-    assert plain.server_credentials(Role.WORKER) is None
+    assert plain.server_credentials() is None
     assert plain.interceptors() == ()
     plain.check_listen("--listen", "127.0.0.1:0")
     plain.check_dial("--control-plane", ["localhost:7700", "[::1]:7700"])
