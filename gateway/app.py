@@ -22,6 +22,7 @@ from gateway.orchestrator import Orchestrator
 from gateway.replica_table import ReplicaTable
 from gateway.router import Router
 from gateway.routes import RouteTable
+from gateway.startup import StartupGate
 from omni.v1 import inference_service_pb2_grpc, router_service_pb2_grpc
 from omnicore import config as configuration
 from omnicore import rpc
@@ -83,7 +84,8 @@ class Gateway:
             request_timeout_s=self.config.request_timeout_s,
             keepalive_s=self.config.keepalive_s,
         )
-        app = GatewayApp(HttpService(self.orchestrator, self.router, self.metrics, limits))
+        startup = StartupGate(self.router, wait=self.config.wait_for_planned_replicas)
+        app = GatewayApp(HttpService(self.orchestrator, self.router, self.metrics, limits, startup))
         http_host, http_port = configuration.split_host_port(self.config.http)
         self._http = HttpServer(app, http_host, http_port, tls=self._https)
         grpc_host, grpc_port = configuration.split_host_port(self.config.grpc)

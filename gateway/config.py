@@ -26,6 +26,9 @@ class GatewayConfig(SecurityConfig):
         10.0, help="how long a request waits for a routable replica, seconds", check=not_negative
     )
     request_timeout_s: float = option(600.0, help="longest time a request may take, seconds", check=positive)
+    wait_for_planned_replicas: bool = option(
+        False, help="/health and /ready say 503 until every stage has had as many replicas as planned"
+    )
     retry_limit: int = option(
         2, help="how often a request that failed before any output is begun again elsewhere", check=not_negative
     )

@@ -176,6 +176,7 @@ def _add_flag(
     text += f" [{_variable(component, field.name)}]"
     names = [f"--{field.name.replace('_', '-')}", *meta["flags"]]
     kwargs: dict[str, Any] = {"dest": field.name, "default": None, "help": text.replace("%", "%%")}
+    hint = _arm(hint)
     if hint is bool:
         parser.add_argument(*names, action=argparse.BooleanOptionalAction, **kwargs)
     else:
@@ -183,13 +184,19 @@ def _add_flag(
         parser.add_argument(*names, metavar=metavar, **kwargs)
 
 
+def _arm(hint: Any) -> Any:
+    """``X | None`` is ``X``: None is the default of what was not given."""
+    if isinstance(hint, types.UnionType):
+        return next(arm for arm in typing.get_args(hint) if arm is not type(None))
+    return hint
+
+
 def _metavar(hint: Any) -> str:
     return {int: "N", float: "X"}.get(hint, "TEXT")
 
 
 def _convert(raw: Any, hint: Any) -> Any:
-    if isinstance(hint, types.UnionType):
-        hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
+    hint = _arm(hint)
     if hint is bool:
         if isinstance(raw, bool):
             return raw

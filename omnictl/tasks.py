@@ -1,21 +1,5 @@
-"""Running coroutines together without exception groups."""
+"""``omnicore.tasks``, under the name by which this package's modules know it."""
 
-from __future__ import annotations
+from omnicore.tasks import together
 
-import asyncio
-from collections.abc import Coroutine
-from typing import Any
-
-
-async def together(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Run all at once and return their results in order. If one fails, the others are cancelled and awaited, and the
-    first failure is raised by itself."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in coroutines]
-    except ExceptionGroup as failures:
-        error: Exception = failures
-        while isinstance(error, ExceptionGroup):
-            error = error.exceptions[0]
-        raise error from None
-    return [task.result() for task in tasks]
+__all__ = ["together"]

@@ -11,6 +11,7 @@ SERVICES: dict[str, tuple[str, str]] = {
     "control-plane": ("control_plane.app", "registration, liveness, pipelines and admin verbs, over etcd"),
     "gateway": ("gateway.app", "OpenAI HTTP and gRPC, routed over the stage graph"),
     "stage-worker": ("stage_worker.app", "one replica of one stage"),
+    "serve": ("omniplane.serve.app", "whole pipelines, heads and headless replicas, with vLLM-Omni's command line"),
     "etcd": ("control_plane.etcd.server", "a private single-node etcd, for one machine"),
 }
 

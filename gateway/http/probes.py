@@ -31,7 +31,11 @@ class Probes:
         await exchange.json(self._model(name))
 
     async def health(self, exchange: Exchange) -> None:
-        """The process works. Replicas that are missing do not make it ill: restarting it would not bring them."""
+        """The process works. Replicas that are missing do not make it ill: restarting it would not bring them. Only
+        where it shall wait for the planned ones, it is not well before they were all there."""
+        if (missing := self._service.startup.missing()) is not None:
+            await exchange.json({"status": "starting", "missing": missing}, 503)
+            return
         ready = self._service.router.ready_pipelines()
         degraded = not ready or not all(ready.values()) or not self._service.metrics.control_plane_connected
         uptime_s = round(SYSTEM_CLOCK.monotonic() - self._started_s, 1)
@@ -42,8 +46,9 @@ class Probes:
         router, orchestrator = self._service.router, self._service.orchestrator
         ready = router.ready_pipelines()
         draining = orchestrator.admission.draining
+        complete = self._service.startup.missing() is None
         payload = {
-            "ready": any(ready.values()) and not draining,
+            "ready": any(ready.values()) and complete and not draining,
             "draining": draining,
             "control_plane_connected": self._service.metrics.control_plane_connected,
             "stale": router.table.stale,

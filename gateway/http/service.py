@@ -11,6 +11,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.orchestrator import Orchestrator
 from gateway.request import RequestSpec, RequestState
 from gateway.router import Router
+from gateway.startup import StartupGate
 from omni.v1 import prompt_pb2, sampling_pb2
 
 
@@ -34,6 +35,7 @@ class HttpService:
     router: Router
     metrics: GatewayMetrics
     limits: HttpLimits
+    startup: StartupGate
 
     @property
     def pipelines(self) -> Mapping[str, PipelineGraph]:

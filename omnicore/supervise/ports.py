@@ -7,21 +7,22 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from omnicore.config import split_host_port
+from omnicore.config import join_host_port, split_host_port
 from omnicore.errors import InvalidRequestError, UnavailableError
 
 _CONNECT_TIMEOUT_S = 3.0
 _LISTEN = "0A"  # TCP_LISTEN in /proc/net/tcp
 
 
-def check_free(flag: str, address: str) -> None:
-    """Raise, naming ``flag`` and the port, unless ``address`` ("host:port") can be listened on. Port 0 always can."""
+def check_free(flag: str, address: str, *, bind: bool = False) -> None:
+    """Raise, naming ``flag`` and the port, unless ``address`` ("host:port") can be listened on. Port 0 always can,
+    unless ``bind``: then the host must be this machine's also with port 0."""
     host, port = split_host_port(address)
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
         raise InvalidRequestError(f"{flag}: unknown host {host!r}: {error.strerror}", reason="USAGE") from error
-    if port == 0:
+    if port == 0 and not bind:
         return
     with socket.socket(family, kind, protocol) as probe:
         # As servers do: a port that only waits for old connections to fade is free.
@@ -41,6 +42,11 @@ def check_free(flag: str, address: str) -> None:
             raise InvalidRequestError(
                 f"{flag}: cannot listen on {address}: {error.strerror}", reason="USAGE"
             ) from error
+
+
+def check_bindable(flag: str, host: str) -> None:
+    """Raise, naming ``flag``, unless ``host`` is an address of this machine that can be listened on."""
+    check_free(flag, join_host_port(host, 0), bind=True)
 
 
 def check_reachable(flag: str, endpoints: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from omnicore.clock import SYSTEM_CLOCK, Clock
 from omnicore.errors import InternalError, InvalidRequestError
 from omnicore.process import RESTART_EXIT_CODE
+from omnicore.supervise.guardian import Guardian
 from omnicore.supervise.process import Files, Process, ProcessEndedError, end_text
 from omnicore.supervise.restart import RestartPolicy
 
@@ -73,6 +74,8 @@ class Member:
     task: asyncio.Task[None] | None = None
     starts: int = 0
     """How often it was started."""
+    guarded: int = 0
+    """Process group that is ended should the supervisor's process be killed."""
 
     def took_s(self, now_s: float) -> float:
         """Seconds from its start until it settled, or until now."""
@@ -104,8 +107,9 @@ class Supervisor:
     """Owns the processes that it launches until ``stop``.
 
     ``on_change`` is called after every change of a member, with a line for people if there is something to say.
-    ``own_logs``: each process logs to a file of its own, else to our standard error. A process that ends with
-    ``RESTART_EXIT_CODE`` is started again at once, which counts as no failure.
+    ``own_logs``: each process logs to a file of its own, else to our standard error. ``guarded``: what hangs when this
+    process is killed is killed as well, after its ``stop_grace_s``; call ``close`` at the end. A process that ends
+    with ``RESTART_EXIT_CODE`` is started again at once, which counts as no failure.
     """
 
     def __init__(
@@ -118,6 +122,7 @@ class Supervisor:
         program: tuple[str, ...] = (sys.executable, "-P", "-m", "omniplane"),
         policy: Callable[[Clock], RestartPolicy] = RestartPolicy,
         own_logs: bool = True,
+        guarded: bool = False,
     ) -> None:
         self.run_dir = run_dir
         self.members: dict[str, Member] = {} if members is None else members
@@ -126,6 +131,7 @@ class Supervisor:
         self._program = program
         self._policy = policy
         self._own_logs = own_logs
+        self._guardian = Guardian() if guarded else None
 
     async def launch(self, spec: Spec) -> dict[str, Any]:
         """Start ``spec`` and return the content of its ready file; it is then kept running.
@@ -152,6 +158,11 @@ class Supervisor:
             async with asyncio.TaskGroup() as tasks:
                 for member in members:
                     tasks.create_task(self._stop(member))
+
+    async def close(self) -> None:
+        """After ``stop``: nothing can be launched any more."""
+        if self._guardian is not None:
+            await asyncio.to_thread(self._guardian.close)
 
     def kill_all(self) -> None:
         """End everything at once, without waiting."""
@@ -181,6 +192,7 @@ class Supervisor:
             process = Process.start((*self._program, *spec.arguments, *pinned, *flags), files, spec.environ())
             member.process = process
             member.starts += 1
+            self._guard(member)
             self._set(member, State.STARTING)
             code: int | None = None
             served = False
@@ -218,6 +230,15 @@ class Supervisor:
                 return
             await asyncio.sleep(delay_s)
 
+    def _guard(self, member: Member) -> None:
+        """Have its process group ended should this process be killed; one that it replaces has left nothing."""
+        if self._guardian is None or member.process is None:
+            return
+        if member.guarded:
+            self._guardian.forget(member.guarded)
+        member.guarded = member.process.pid
+        self._guardian.watch(member.guarded, member.spec.stop_grace_s)
+
     def _report_end(self, member: Member, process: Process, why: str, delay_s: float | None, *, looping: bool) -> None:
         name = member.spec.name
         last = [f"  {text}" for text in process.tail(TAIL_LINES)]
@@ -244,6 +265,8 @@ class Supervisor:
         member.started_s = self._clock.monotonic()  # from here on, seconds are those of stopping
         self._set(member, State.STOPPING)
         in_time = await member.process.stop(member.spec.stop_grace_s)
+        if self._guardian is not None:
+            self._guardian.forget(member.guarded)
         text = "" if in_time else f"{member.spec.name} did not stop within {member.spec.stop_grace_s:g} s: killed"
         self._set(member, State.STOPPED, text)
 

@@ -16,7 +16,7 @@ ALLOWED: dict[str, set[str]] = {
     "control_plane": SHARED,
     "gateway": SHARED,
     "omnictl": SHARED,
-    "omniplane": set(),
+    "omniplane": SHARED,
 }
 ROOMS = set(ALLOWED) | {"omni", "tests", "bench"}
 
