@@ -17,12 +17,16 @@ class Progress:
 
 
 class LoadSource:
-    """The load of this replica: the engine's counts and the connectors'. Zero until the engine runs."""
+    """The load of this replica: the engine's counts, the connectors' and the outputs so far. Zero until the engine
+    runs."""
 
-    def __init__(self, engine: Engine, usage: Callable[[], ConnectorUsage], active_calls: Callable[[], int]) -> None:
+    def __init__(
+        self, engine: Engine, usage: Callable[[], ConnectorUsage], active_calls: Callable[[], int], progress: Progress
+    ) -> None:
         self._engine = engine
         self._usage = usage
         self._active_calls = active_calls
+        self._progress = progress
         self.started = False
         """Set once the engine has started: before, it is not asked."""
 
@@ -35,4 +39,5 @@ class LoadSource:
         report.queue_length = max(report.queue_length, self._active_calls())
         report.transfer_pool_free_bytes = usage.free_bytes
         report.inflight_transfers = usage.handles
+        report.outputs_total = self._progress.outputs
         return report

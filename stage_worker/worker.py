@@ -112,7 +112,7 @@ class Worker:
             calls=CallTable(self._on_calls_changed),
         )
         self.parts.calls.refusal = UnavailableError("this replica is still loading", reason="STARTING")
-        self.load = LoadSource(engine, connectors.usage, lambda: len(self.parts.calls))
+        self.load = LoadSource(engine, connectors.usage, lambda: len(self.parts.calls), self.parts.progress)
         self.sessions = SessionSet()
         self.drain = Drain(self.parts.calls, self.parts.flows, self.sessions, clock, limit_s=config.drain_timeout_s)
         self.registrar = Registrar(

@@ -320,6 +320,7 @@ class LoadReport(_message.Message):
     KV_USAGE_RATIO_FIELD_NUMBER: _builtins.int
     TRANSFER_POOL_FREE_BYTES_FIELD_NUMBER: _builtins.int
     INFLIGHT_TRANSFERS_FIELD_NUMBER: _builtins.int
+    OUTPUTS_TOTAL_FIELD_NUMBER: _builtins.int
     queue_length: _builtins.int
     """Requests not finished: running and waiting."""
     running: _builtins.int
@@ -332,6 +333,10 @@ class LoadReport(_message.Message):
     """Free bytes of the transfer pool."""
     inflight_transfers: _builtins.int
     """Published handles not yet released by all their consumers."""
+    outputs_total: _builtins.int
+    """What the engine has put out since the process began: tokens or chunks of text, audio, …. Two reports tell its
+    speed.
+    """
     def __init__(
         self,
         *,
@@ -341,10 +346,11 @@ class LoadReport(_message.Message):
         kv_usage_ratio: _builtins.float = ...,
         transfer_pool_free_bytes: _builtins.int = ...,
         inflight_transfers: _builtins.int = ...,
+        outputs_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["inflight_transfers", b"inflight_transfers", "kv_usage_ratio", b"kv_usage_ratio", "queue_length", b"queue_length", "running", b"running", "transfer_pool_free_bytes", b"transfer_pool_free_bytes", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["inflight_transfers", b"inflight_transfers", "kv_usage_ratio", b"kv_usage_ratio", "outputs_total", b"outputs_total", "queue_length", b"queue_length", "running", b"running", "transfer_pool_free_bytes", b"transfer_pool_free_bytes", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
