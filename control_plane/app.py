@@ -83,7 +83,9 @@ class ControlPlane:
         )
         self.replica_fanout = ReplicaFanout(self.table, clock=clock)
         self.pipeline_fanout = PipelineFanout(self.table, clock=clock)
-        membership = Membership(client, self.table, records, lease_ttl_s=settings.lease_ttl_s)
+        membership = Membership(
+            client, self.table, records, lease_ttl_s=settings.lease_ttl_s, kept_ids=settings.kept_ids
+        )
         self._registry = RegistryServicer(self.table, membership, self.heartbeats, self.replica_fanout)
         self._pipelines = PipelineServicer(self.table, Pipelines(client, self.table), self.pipeline_fanout)
         self._admin = AdminServicer(

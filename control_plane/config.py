@@ -23,6 +23,13 @@ def _endpoints(value: tuple[str, ...]) -> None:
         raise ValueError(f"{EMBEDDED!r} stands alone: it is a private etcd")
 
 
+def _kept(value: tuple[str, ...]) -> None:
+    for item in value:
+        stage, separator, count = item.partition(":")
+        if not separator or not stage.isdecimal() or not count.isdecimal():
+            raise ValueError(f"must be STAGE:COUNT, got {item!r}")
+
+
 def _ttl(value: int) -> None:
     if not 2 <= value <= 3600:
         raise ValueError(f"must be 2 to 3600 seconds, got {value}")
@@ -54,6 +61,12 @@ class ControlPlaneConfig(SecurityConfig):
         help=f"seconds between the beats of a replica in a small fleet; {MISSED_BEATS} missed ones make it suspect",
         check=positive,
     )
+    keep_replica_ids: tuple[str, ...] = option(
+        (),
+        help="STAGE:COUNT, separated by commas: of that stage, so many ids from 0 on go only to workers that ask for "
+        "an id (omniplane serve has its own replicas do so)",
+        check=_kept,
+    )
     etcd_timeout_s: float = option(5.0, help="seconds that one call to etcd may take", check=positive)
     registration_token_file: str = option(
         "", help="file of the tokens, one a line, of which workers must send one; empty: no token is needed"
@@ -77,6 +90,12 @@ class ControlPlaneConfig(SecurityConfig):
     die_with_parent: bool = option(False, help="stop when the process that started this one ends")
     log_level: str = option("info", help="least level to log", choices=("debug", "info", "warning", "error"))
     log_json: bool = option(False, help="log JSON rather than text")
+
+    @property
+    def kept_ids(self) -> dict[int, int]:
+        """``keep_replica_ids`` by stage."""
+        pairs = (item.split(":") for item in self.keep_replica_ids)
+        return {int(stage): int(count) for stage, count in pairs}
 
     def check(self) -> None:
         """Raise ``ValueError`` where values do not go together."""

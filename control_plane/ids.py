@@ -47,13 +47,14 @@ class IdPool:
         self._reserved.add(replica_id)
         return True
 
-    def reserve_lowest(self) -> int:
-        """Reserve the lowest id that is neither claimed nor reserved."""
-        candidate = self._floor
+    def reserve_lowest(self, at_least: int = 0) -> int:
+        """Reserve the lowest id, from ``at_least`` on, that is neither claimed nor reserved."""
+        candidate = max(self._floor, at_least)
         while candidate in self:
             candidate += 1
-        # Everything below is taken now; `free` and `release` lower the floor again.
-        self._floor = candidate
+        if at_least <= self._floor:
+            # Everything below is taken now; `free` and `release` lower the floor again.
+            self._floor = candidate
         self._reserved.add(candidate)
         return candidate
 

@@ -18,6 +18,7 @@ import asyncio
 import dataclasses
 import datetime
 import weakref
+from collections.abc import Mapping
 from typing import Final
 
 from control_plane import codec, compat, states, validate
@@ -74,8 +75,18 @@ class _Ground:
 class Membership:
     """Register and Deregister for one cluster."""
 
-    def __init__(self, client: EtcdClient, table: Table, records: Records, *, lease_ttl_s: int) -> None:
+    def __init__(
+        self,
+        client: EtcdClient,
+        table: Table,
+        records: Records,
+        *,
+        lease_ttl_s: int,
+        kept_ids: Mapping[int, int] | None = None,
+    ) -> None:
+        """``kept_ids``: of these stages, so many ids from 0 on go only to instances that ask for an id."""
         self._client = client
+        self._kept_ids = dict(kept_ids or {})
         self._table = table
         self._records = records
         self._keys = table.keys
@@ -223,10 +234,11 @@ class Membership:
         stage = validate.stage_key(request.stage)
         pool = self._table.pool(stage)
         preferred = request.preferred_replica_id if request.HasField("preferred_replica_id") else None
+        at_least = self._kept_ids.get(stage.stage_id, 0) if preferred is None else 0
         taken: set[int] = set()  # found taken by transactions that the table has not heard of yet
         try:
             while True:
-                replica_id = _choose(pool, preferred)
+                replica_id = _choose(pool, preferred, at_least)
                 preferred = None
                 key = ReplicaKey(stage.pipeline, stage.stage_id, replica_id)
                 try:
@@ -304,10 +316,10 @@ def _one_line(message: types_pb2.StageFingerprint) -> str:
     return " ".join(str(message).split())
 
 
-def _choose(pool: IdPool, preferred: int | None) -> int:
+def _choose(pool: IdPool, preferred: int | None, at_least: int) -> int:
     if preferred is not None and pool.reserve(preferred):
         return preferred
-    return pool.reserve_lowest()
+    return pool.reserve_lowest(at_least)
 
 
 def _record(request: pb.RegisterRequest, key: ReplicaKey, *, cordoned: bool) -> types_pb2.Replica:

@@ -48,6 +48,12 @@ def control_plane(config: ServeConfig, listen: str, endpoints: tuple[str, ...]) 
             *("--etcd", ",".join(endpoints)),
             *("--cluster", config.cluster),
             *("--lease-ttl-s", str(config.lease_ttl_s)),
+            # Replicas from elsewhere get the ids above those of a head's own, even if they come first.
+            *(
+                ("--keep-replica-ids", f"{config.stage_id}:{config.omni_dp_size_local}")
+                if config.stage_id is not None
+                else ()
+            ),
             *_logging(config),
         ),
         ready_timeout_s=SERVICE_READY_S,

@@ -16,6 +16,7 @@ from control_plane.app import main
         (["--listen", "nowhere"], "--listen"),
         (["--heartbeat-interval-s", "0"], "--heartbeat-interval-s"),
         (["--lease-ttl", "3"], "--lease-ttl"),
+        (["--keep-replica-ids", "0=2"], "--keep-replica-ids"),
     ],
 )
 def test_wrong_flags_name_themselves(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

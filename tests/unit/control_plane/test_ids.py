@@ -60,3 +60,12 @@ def test_lowest_is_always_the_lowest(steps: list[tuple[str, int]]) -> None:
             pool.release(number)
             reserved.discard(number)
     assert pool.idle == (not claimed and not reserved)
+
+
+def test_ids_from_a_number_on_leave_the_lower_ones_free() -> None:
+    pool = IdPool()
+    assert [pool.reserve_lowest(2) for _ in range(2)] == [2, 3]
+    assert [pool.reserve_lowest() for _ in range(3)] == [0, 1, 4]
+    pool.release(2)
+    assert pool.reserve_lowest(3) == 5
+    assert pool.reserve_lowest() == 2
