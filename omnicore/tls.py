@@ -109,12 +109,11 @@ def _prove(identity: Identity, server_name: str) -> Mapping[str, Any]:
 
 
 def _believe(context: ssl.SSLContext, ca: bytes) -> None:
-    try:
-        context.load_verify_locations(cadata=ca.decode("ascii", errors="replace"))
-    except (ssl.SSLError, ValueError):
-        raise InvalidRequestError.field(CA, "the file holds no PEM certificates") from None
-    if not context.cert_store_stats()["x509"]:
-        raise InvalidRequestError.field(CA, "the file holds no PEM certificates")
+    with _readable(ca) as path:
+        try:
+            context.load_verify_locations(path)
+        except ssl.SSLError:
+            raise InvalidRequestError.field(CA, "the file holds no PEM certificates") from None
 
 
 def load_certificate(context: ssl.SSLContext, contents: Mapping[str, bytes]) -> None:
@@ -135,9 +134,7 @@ def load_certificate(context: ssl.SSLContext, contents: Mapping[str, bytes]) -> 
                 ) from None
             # OpenSSL does not tell which of the two it could not read.
             if b"-----BEGIN CERTIFICATE-----" in cert_pem:
-                raise InvalidRequestError.field(
-                    key_flag, "the file holds no PEM private key that can be read"
-                ) from None
+                raise InvalidRequestError.field(key_flag, "the file holds no usable PEM private key") from None
             raise InvalidRequestError.field(cert_flag, "the file holds no usable PEM certificate") from None
 
 

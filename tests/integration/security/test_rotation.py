@@ -1,0 +1,149 @@
+"""Certificates, authorities and tokens change under running servers and callers."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import ssl
+from pathlib import Path
+
+import pytest
+
+from omnicore.access import Role
+from omnicore.clock import ManualClock
+from omnicore.config import split_host_port
+from omnicore.errors import UnauthenticatedError, UnavailableError, UnimplementedError
+from omnicore.security import Security
+from omnicore.tokens import TokenFile
+from stage_worker.channels import IDLE_S, PeerChannels
+from tests.integration.security.harness import outcome, serving
+from tests.support.certificates import DevCerts
+
+READ = "RegistryService/ListReplicas"
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> DevCerts:
+    """A set that the test may change."""
+    return DevCerts.make(tmp_path / "mine")
+
+
+async def serial(address: str, certs: DevCerts) -> str:
+    """Of the certificate that a server shows now."""
+    context = ssl.create_default_context(cafile=certs.path("ca.pem"))
+    context.load_cert_chain(certs.path("client.pem"), certs.path("client.key"))
+    host, port = split_host_port(address)
+    _, writer = await asyncio.open_connection(host, port, ssl=context, server_hostname="worker.omniplane.internal")
+    try:
+        shown = writer.get_extra_info("peercert")
+        return str(shown["serialNumber"])
+    finally:
+        writer.close()
+
+
+async def test_a_renewed_certificate_is_shown_without_a_restart(mine: DevCerts) -> None:
+    server = Security(mine.settings("worker"), serves=Role.WORKER)
+    client = Security(mine.settings("gateway"))
+    async with serving(server) as address, client.to_worker(address) as old:
+        assert isinstance(await outcome(old, READ), UnimplementedError)
+        first = await serial(address, mine)
+        DevCerts.make(mine.directory)
+        second = await serial(address, mine)
+        assert second != first
+        assert isinstance(await outcome(old, READ), UnimplementedError), "what is connected stays so"
+        async with client.to_worker(address) as new:
+            assert isinstance(await outcome(new, READ), UnimplementedError)
+
+
+async def test_a_wrong_certificate_changes_nothing(mine: DevCerts, strangers: DevCerts) -> None:
+    """Half of a pair, one of another authority, one of another role, an expired one: the former stays in force."""
+    server = Security(mine.settings("worker"), serves=Role.WORKER)
+    good = {name: Path(mine.path(name)).read_bytes() for name in ("worker.pem", "worker.key")}
+    async with serving(server) as address:
+        first = await serial(address, mine)
+        for cert, key in (
+            (Path(strangers.path("worker.pem")).read_bytes(), good["worker.key"]),
+            (Path(strangers.path("worker.pem")).read_bytes(), Path(strangers.path("worker.key")).read_bytes()),
+            (Path(mine.path("gateway.pem")).read_bytes(), Path(mine.path("gateway.key")).read_bytes()),
+            (b"", b""),
+        ):
+            Path(mine.path("worker.pem")).write_bytes(cert)
+            Path(mine.path("worker.key")).write_bytes(key)
+            assert await serial(address, mine) == first
+        DevCerts.make(mine.directory, "--days", "-1", "--role", "worker")
+        assert await serial(address, mine) == first
+        Path(mine.path("worker.pem")).unlink()
+        assert await serial(address, mine) == first
+        DevCerts.make(mine.directory, "--role", "worker")
+        assert await serial(address, mine) != first
+
+
+async def test_the_authority_is_replaced_in_three_steps(mine: DevCerts, tmp_path: Path) -> None:
+    """Both are believed for a while; then certificates of the new one; then only the new one."""
+    ca = Path(mine.path("ca.pem"))
+    old_ca = ca.read_bytes()
+    new = DevCerts.make(tmp_path / "new")
+    server = Security(mine.settings("worker"), serves=Role.WORKER)
+    client = Security(new.settings("gateway"))
+
+    async def attempt() -> type[Exception]:
+        async with client.to_worker(address) as channel:
+            return type(await outcome(channel, READ))
+
+    async with serving(server) as address:
+        assert await attempt() is UnavailableError
+        ca.write_bytes(old_ca + Path(new.path("ca.pem")).read_bytes())
+        Path(new.path("ca.pem")).write_bytes(ca.read_bytes())
+        assert await attempt() is UnimplementedError
+        for name in ("worker.key", "worker.pem"):
+            shutil.copy(new.path(name), mine.path(name))
+        assert await attempt() is UnimplementedError
+        ca.write_bytes(Path(new.path("ca.pem")).read_bytes().removeprefix(old_ca))
+        Path(new.path("ca.pem")).write_bytes(ca.read_bytes())
+        assert await attempt() is UnimplementedError
+
+
+async def test_tokens_rotate_without_a_restart_on_either_side(tmp_path: Path) -> None:
+    at_server, at_worker = tmp_path / "server.token", tmp_path / "worker.token"
+    old, new = "old-token-" * 3, "new-token-" * 3
+    at_server.write_text(f"{old}\n")
+    at_worker.write_text(f"{old}\n")
+    worker = Security(token_file=str(at_worker))
+    tokens = {Role.WORKER: TokenFile("--registration-token-file", str(at_server))}
+    async with serving(Security(), tokens) as address, worker.to_control_plane(address) as channel:
+
+        async def attempt() -> type[Exception]:
+            return type(await outcome(channel, "RegistryService/Register"))
+
+        assert await attempt() is UnimplementedError
+        at_server.write_text(f"{old}\n{new}\n")
+        assert await attempt() is UnimplementedError
+        at_worker.write_text(f"{new}\n")
+        assert await attempt() is UnimplementedError
+        at_server.write_text(f"{new}\n")
+        assert await attempt() is UnimplementedError
+        at_worker.write_text(f"{old}\n")
+        assert await attempt() is UnauthenticatedError
+
+
+async def test_workers_dial_peers_with_the_renewed_certificate(mine: DevCerts) -> None:
+    clock = ManualClock()
+    security = Security(mine.settings("worker"), serves=Role.WORKER)
+    channels = PeerChannels(clock, security.to_worker, lambda: security.version)
+    async with serving(security) as address:
+        with channels.use(address) as first, channels.use(address) as shared:
+            assert first is shared
+            DevCerts.make(mine.directory)
+            with channels.use(address) as second:
+                assert second is not first
+                assert isinstance(await outcome(second, READ), UnimplementedError)
+            await channels.sweep()
+            assert isinstance(await outcome(first, READ), UnimplementedError), "still used: not closed"
+        await channels.sweep()
+        with pytest.raises(Exception, match="closed"):
+            await outcome(first, READ)
+        clock.advance(IDLE_S)
+        await channels.sweep()
+        with channels.use(address) as third:
+            assert third is not second
+    await channels.close()
