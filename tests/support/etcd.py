@@ -16,7 +16,6 @@ import dataclasses
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -27,6 +26,7 @@ from control_plane.etcd import EtcdClient, EtcdCredentials, EtcdUnavailable
 from control_plane.etcd.binary import find_etcd
 from omnicore import errors
 from omnicore.process import dying_with_parent
+from tests.support.ports import reserved_port
 
 READY_S = 20.0
 
@@ -168,7 +168,7 @@ async def etcd_server(
     fast = ["--heartbeat-interval=20", "--election-timeout=100"]
     credentials = None
     if certificates is not None:
-        endpoint = f"127.0.0.1:{_free_port()}"
+        endpoint = f"127.0.0.1:{reserved_port()}"
         listen = f"https://{endpoint}"
         fast += [
             f"--cert-file={certificates.server_cert}",
@@ -254,10 +254,3 @@ async def _running(nodes: Sequence[EtcdNode], credentials: EtcdCredentials | Non
                 node.kill()
         for node in nodes:
             print(f"----- etcd {node.name} -----\n{node.logs()}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

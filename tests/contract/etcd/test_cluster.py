@@ -12,6 +12,9 @@ import pytest
 from control_plane.etcd import EtcdClient, EtcdUnavailable, WriteOutcomeUnknown
 from tests.support.etcd import EtcdNode, etcd_cluster
 
+# A busy machine takes several times as long as a free one.
+pytestmark = pytest.mark.timeout(180)
+
 
 async def _write(client: EtcdClient, key: str) -> int:
     """Write until it is sure: the key is this test's own, so repeating it is harmless."""
@@ -37,7 +40,7 @@ async def _client_of(nodes: list[EtcdNode], *, leader: bool) -> AsyncIterator[tu
 async def test_frozen_member_is_left_by_reads_writes_watches_and_leases(leader: bool) -> None:
     async with etcd_cluster() as nodes, _client_of(nodes, leader=leader) as (client, frozen):
         lost: list[int] = []
-        lease = await client.grant_lease(8)
+        lease = await client.grant_lease(20)
         client.keep_alive(lease.lease_id, lease.ttl_s, lost.append)
         await client.refresh_lease(lease.lease_id)
         start = await client.put("k/1", b"")
@@ -52,11 +55,11 @@ async def test_frozen_member_is_left_by_reads_writes_watches_and_leases(leader: 
                 if batch.events:
                     assert [event.kv.mod_revision for event in batch.events] == [revision]
                     break
-            assert await client.refresh_lease(lease.lease_id) == 8
+            assert await client.refresh_lease(lease.lease_id) == 20
             assert lost == []
             await _write(client, "k/3")
-            # Each of them leaves a hung member in about 2 s, beside an election of as much; the rest is slack.
-            assert time.monotonic() - started < 12
+            # Each leaves a hung member in about 2 s, beside an election of as much; the rest is for a busy machine.
+            assert time.monotonic() - started < 30
             frozen.thaw()
             assert await client.get("k/1") is not None
             # Not asserted: that the lease lives. A leader that wakes up may revoke what looks expired to it.
@@ -71,7 +74,7 @@ async def test_killed_leader_costs_a_pause_and_no_event() -> None:
                 by_id[status.member_id] = node
         start = await client.put("k/0", b"")
         lost: list[int] = []
-        lease = await client.grant_lease(8)
+        lease = await client.grant_lease(20)
         client.keep_alive(lease.lease_id, lease.ttl_s, lost.append)
 
         async def write() -> None:
@@ -93,7 +96,7 @@ async def test_killed_leader_costs_a_pause_and_no_event() -> None:
             await writing
         assert revisions == sorted(set(revisions))
         assert not by_id[status.leader_id].running
-        assert await client.refresh_lease(lease.lease_id) == 8
+        assert await client.refresh_lease(lease.lease_id) == 20
         assert lost == []
 
 

@@ -117,7 +117,7 @@ async def test_nobody_there_is_unavailable_in_time_and_never_unknown() -> None:
             await client.put("a", b"1")
         with pytest.raises(EtcdUnavailable):
             await client.refresh_lease(1)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20
 
 
 async def test_first_member_that_is_down_is_passed_over() -> None:

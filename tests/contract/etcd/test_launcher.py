@@ -18,6 +18,9 @@ from control_plane.etcd.binary import find_etcd
 from omnicore import errors
 from tests.support.processes import Services, services, wait_until
 
+# A busy machine takes several times as long as a free one.
+pytestmark = pytest.mark.timeout(180)
+
 __all__ = ["services"]
 
 

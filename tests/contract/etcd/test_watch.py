@@ -20,6 +20,9 @@ from control_plane.etcd import (
 )
 from tests.support.etcd import EtcdNode, etcd_server
 
+# A busy machine takes several times as long as a free one.
+pytestmark = pytest.mark.timeout(180)
+
 
 async def _collect(client: EtcdClient, prefix: str, start_revision: int, count: int) -> list[WatchEvent]:
     events: list[WatchEvent] = []

@@ -25,6 +25,9 @@ from tests.integration.control_plane.harness import (
     watching,
 )
 
+# A busy machine takes several times as long as a free one.
+pytestmark = pytest.mark.timeout(180)
+
 CONTINUE = pb.HEARTBEAT_DIRECTIVE_CONTINUE
 REREGISTER = pb.HEARTBEAT_DIRECTIVE_REREGISTER
 DRAIN = pb.HEARTBEAT_DIRECTIVE_DRAIN

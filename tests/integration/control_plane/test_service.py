@@ -10,12 +10,16 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tests.integration.control_plane.harness import Client, Worker, beating, cluster, until, watching
 from tests.support.etcd import etcd_server
 from tests.support.processes import Services, services
+
+# Processes take long to start on a busy machine.
+pytestmark = pytest.mark.timeout(180)
 
 __all__ = ["services"]
 

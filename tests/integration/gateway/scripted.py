@@ -21,6 +21,7 @@ from omni.v1 import (
     types_pb2,
 )
 from omnicore import errors, rpc
+from tests.support.ports import reserved_port
 
 Script = Callable[["Call"], Awaitable[None]]
 
@@ -236,11 +237,13 @@ class Cluster:
     control_plane: ScriptedControlPlane
     workers: list[ScriptedWorker] = dataclasses.field(default_factory=list)
 
-    async def add(self, pipeline: str, stage_id: int, script: Script, replica_id: int = 0) -> ScriptedWorker:
-        """Start a worker and register it."""
+    async def add(
+        self, pipeline: str, stage_id: int, script: Script, replica_id: int = 0, port: int = 0
+    ) -> ScriptedWorker:
+        """Start a worker and register it. ``port``: one to come back to; 0 takes any."""
         epoch = 100 + len(self.workers)
         worker = ScriptedWorker(pipeline, stage_id, replica_id, script, epoch)  # type: ignore[abstract]
-        await worker.start()
+        await worker.start(port)
         self.workers.append(worker)
         self.control_plane.put(worker.record())
         return worker
@@ -261,7 +264,7 @@ class Cluster:
 async def cluster(*pipelines: pipeline_pb2.Pipeline) -> AsyncIterator[Cluster]:
     """A running control plane that knows ``pipelines``; all ends with the context."""
     control_plane = ScriptedControlPlane(pipelines)  # type: ignore[abstract]
-    await control_plane.start()
+    await control_plane.start(reserved_port())
     running = Cluster(control_plane)
     try:
         yield running

@@ -15,6 +15,7 @@ from tests.integration.gateway.conftest import USER, Stand, running_stand
 from tests.integration.gateway.scripted import Call
 from tests.integration.gateway.scripts import broken, endless, hang, silent, speak, tokens
 from tests.support.pipelines import speech_pipeline
+from tests.support.ports import reserved_port
 from tests.support.processes import wait_until
 
 UNAVAILABLE = errors.UnavailableError("not now", reason="ENGINE_BUSY")
@@ -35,7 +36,7 @@ async def test_a_client_that_leaves_ends_its_request(stand: Stand, streamed: boo
     await wait_until(lambda: bool(worker.running), what="the call at the worker")
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    await wait_until(lambda: len(worker.aborts) == 1, 1.0, "abort at the worker")
+    await wait_until(lambda: len(worker.aborts) == 1, what="abort at the worker")
     await stand.settled()
     assert len(worker.aborts) == 1
     (record,) = stand.gateway.orchestrator._kept.values()
@@ -50,7 +51,7 @@ async def test_every_stage_hears_of_the_abort() -> None:
         await wait_until(lambda: all(worker.running for worker in workers), what="calls")
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        await wait_until(lambda: [len(worker.aborts) for worker in workers] == [1, 1, 1], 1.0, "aborts")
+        await wait_until(lambda: [len(worker.aborts) for worker in workers] == [1, 1, 1], what="aborts")
         await stand.settled()
 
 
@@ -136,9 +137,9 @@ async def test_a_killed_replica_is_unrouted_and_its_requests_move(stand: Stand) 
 
 
 async def test_a_replica_that_comes_back_is_used_again(stand: Stand) -> None:
-    worker = await stand.cluster.add("text", 0, tokens(2))
+    port = reserved_port()
+    worker = await stand.cluster.add("text", 0, tokens(2), port=port)
     await stand.ready("text")
-    port = int(worker.endpoint.rpartition(":")[2])
     await worker.kill()
     await wait_until(lambda: not stand.gateway.router.ready_pipelines()["text"], what="unrouted")
     await worker.start(port)
@@ -234,7 +235,7 @@ async def test_a_stage_that_fails_takes_the_others_with_it() -> None:
         await stand.ready("speech")
         status, body = await stand.chat("speech", modalities=["audio"])
         assert (status, body["error"]["code"]) == (500, "engine_failed")
-        await wait_until(lambda: len(thinker.aborts) == len(code2wav.aborts) == 1, 1.0, "aborts")
+        await wait_until(lambda: len(thinker.aborts) == len(code2wav.aborts) == 1, what="aborts")
         assert not talker.aborts
         await stand.settled()
 
@@ -289,7 +290,7 @@ async def test_a_slow_client_costs_its_own_request_only() -> None:
         body = {"model": "text", "messages": USER, "stream": True}
         async with stand.http.post("/v1/chat/completions", json=body, read_bufsize=1024) as response:
             assert response.status == 200
-            await wait_until(lambda: bool(slow.aborts), 20, "abort of the slow request")
+            await wait_until(lambda: bool(slow.aborts), what="abort of the slow request")
             await slow.kill()
             await stand.cluster.add("text", 0, tokens(2), replica_id=1)
             await stand.ready("text")

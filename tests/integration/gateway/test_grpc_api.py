@@ -120,7 +120,7 @@ async def test_cancelling_aborts(stand: Stand, inference: inference_service_pb2_
     call = inference.Generate(request())
     await call.read()
     call.cancel()
-    await wait_until(lambda: len(worker.aborts) == 1, 1.0, "abort")
+    await wait_until(lambda: len(worker.aborts) == 1, what="abort")
     await stand.settled()
 
 

@@ -13,6 +13,7 @@ from omni.v1 import output_pb2, prompt_pb2, stage_service_pb2, types_pb2
 from omnicore import errors
 from tests.integration.gateway.scripted import Script, ScriptedWorker
 from tests.integration.gateway.scripts import hang, tokens
+from tests.support.ports import reserved_port
 from tests.support.processes import wait_until
 
 
@@ -63,7 +64,7 @@ class Sink:
 @contextlib.asynccontextmanager
 async def opened(script: Script) -> AsyncIterator[tuple[ScriptedWorker, ReplicaSession, Listener]]:
     worker = ScriptedWorker("text", 0, 0, script, 7)  # type: ignore[abstract]
-    await worker.start()
+    await worker.start(reserved_port())
     listener = Listener()
     session = ReplicaSession(worker.record(), listener, gateway_id="g")
     session.start()
@@ -145,7 +146,7 @@ async def test_a_broken_stream_fails_every_call_at_once_then_reconnects() -> Non
         await wait_until(lambda: len(worker.running) == 3, what="calls")
         port = int(worker.endpoint.rpartition(":")[2])
         await worker.kill()
-        await wait_until(lambda: all(sink.error for sink in sinks), 1.0, "errors")
+        await wait_until(lambda: all(sink.error for sink in sinks), what="errors")
         assert all(isinstance(sink.error, errors.UnavailableError) for sink in sinks)
         with pytest.raises(errors.UnavailableError):
             session.submit(call(), Sink())

@@ -23,7 +23,7 @@ POLL_S = 0.05
 START_S = 50.0
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = 20.0, what: str = "condition") -> Any:
+def wait_for(condition: Callable[[], Any], timeout_s: float = 30.0, what: str = "condition") -> Any:
     """The first true value of ``condition()``; fails the test after ``timeout_s`` seconds."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
@@ -122,7 +122,7 @@ class Running:
     def err(self) -> str:
         return self.err_path.read_text(errors="replace")
 
-    def wait_out(self, text: str, timeout_s: float = 20.0) -> str:
+    def wait_out(self, text: str, timeout_s: float = 30.0) -> str:
         """Standard output, once it contains ``text``."""
 
         def found() -> bool:
@@ -135,7 +135,7 @@ class Running:
         wait_for(found, timeout_s, f"{text!r} in standard output")
         return self.out
 
-    def wait_err(self, text: str, timeout_s: float = 20.0) -> str:
+    def wait_err(self, text: str, timeout_s: float = 30.0) -> str:
         """Standard error, once it contains ``text``."""
         wait_for(lambda: text in self.err, timeout_s, f"{text!r} in standard error")
         return self.err

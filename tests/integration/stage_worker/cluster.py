@@ -95,7 +95,7 @@ class Call:
 
     async def wait(self) -> Call:
         """Wait for the end."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             await self.done.wait()
         return self
 
@@ -222,7 +222,7 @@ def speech_calls(
     yield call(request_id, inputs=[flow_in(workers[1])])
 
 
-async def assert_empty(workers: Sequence[Worker], timeout_s: float = 5.0) -> None:
+async def assert_empty(workers: Sequence[Worker], timeout_s: float = 30.0) -> None:
     """Every worker lets go of everything soon."""
     for worker in workers:
         await wait_until(_Held(worker).nothing, timeout_s, f"stage {worker.parts.stage.stage_id} holds nothing")

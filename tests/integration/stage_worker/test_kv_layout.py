@@ -22,6 +22,9 @@ from tests.integration.stage_worker.test_registration import READY, registry, st
 from tests.support.processes import Services
 from tests.support.processes import services as services
 
+# Processes take long to start on a busy machine.
+pytestmark = pytest.mark.timeout(180)
+
 
 class _EngineWithCache(SimEngine):
     """Says that it has a KV cache."""
@@ -40,7 +43,7 @@ async def joined(control_plane: str, layout: str) -> AsyncIterator[Worker]:
     """A worker that has joined and started its engine, but not announced itself."""
     config = StageWorkerConfig(pipeline="demo", stage_id=0, control_plane=(control_plane,), listen="127.0.0.1:0")
     client = ControlPlaneClient(config.control_plane, SYSTEM_CLOCK)
-    deadline_s = SYSTEM_CLOCK.monotonic() + 10
+    deadline_s = SYSTEM_CLOCK.monotonic() + 30
 
     def engine(stage: pipeline_pb2.Stage, devices: Sequence[str]) -> SimEngine:
         return _EngineWithCache(stage, layout)
@@ -70,7 +73,7 @@ async def test_layout_is_registered_and_another_one_is_refused_before_ready(serv
                 with pytest.raises(
                     FailedPreconditionError, match=r"kv_layout is '32:float16', the stage has '16:bfloat16'"
                 ):
-                    async with asyncio.timeout(5):
+                    async with asyncio.timeout(30):
                         await second.announce()
                 states = {r.ref.replica_id: r.state for r in await table.replicas()}
                 assert states == {0: READY, 1: types_pb2.REPLICA_STATE_STARTING}

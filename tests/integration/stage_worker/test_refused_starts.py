@@ -15,6 +15,9 @@ from tests.integration.stage_worker.test_registration import registry, start_con
 from tests.support.processes import Services
 from tests.support.processes import services as services
 
+# Processes take long to start on a busy machine.
+pytestmark = pytest.mark.timeout(180)
+
 
 async def test_addresses_that_cannot_be_bound_end_the_worker_and_are_named(services: Services) -> None:
     control_plane = await start_control_plane(services)

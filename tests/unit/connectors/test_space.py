@@ -17,7 +17,7 @@ async def settle() -> None:
 
 async def test_those_who_wait_are_served_in_order_and_not_overtaken() -> None:
     space = HeapSpace(100)
-    queue = SpaceQueue(space, 5, "test")
+    queue = SpaceQueue(space, 30, "test")
     first = await queue.allocate(90)
     order: list[str] = []
 
@@ -32,7 +32,7 @@ async def test_those_who_wait_are_served_in_order_and_not_overtaken() -> None:
         await settle()
         assert order == []
         queue.releaser(first)()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while len(order) < 2:
                 await asyncio.sleep(0)
     assert order == ["big", "small"]
@@ -40,7 +40,7 @@ async def test_those_who_wait_are_served_in_order_and_not_overtaken() -> None:
 
 async def test_room_freed_in_another_thread_wakes() -> None:
     space = HeapSpace(10)
-    queue = SpaceQueue(space, 5, "test")
+    queue = SpaceQueue(space, 30, "test")
     release = queue.releaser(await queue.allocate(10))
     waiting = asyncio.ensure_future(queue.allocate(10))
     await settle()

@@ -113,7 +113,7 @@ class TestTable:
         table = table_with(0)
         assert await table.wait_revision(10)
         assert not await table.wait_revision(11, timeout_s=0.01)
-        waiting = asyncio.create_task(table.wait_revision(12, timeout_s=5))
+        waiting = asyncio.create_task(table.wait_revision(12, timeout_s=30))
         await asyncio.sleep(0)
         table.apply(WatchBatch(12, []))
         assert await waiting
@@ -129,7 +129,7 @@ class Reader:
         self.revision = 0
 
     async def next(self) -> pb.WatchReplicasResponse:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             raw = await anext(self.frames)
         self.raw.append(raw)
         response = pb.WatchReplicasResponse.FromString(raw)

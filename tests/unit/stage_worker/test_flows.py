@@ -233,4 +233,4 @@ async def test_a_producer_pauses_when_nobody_takes_its_chunks() -> None:
     await asyncio.sleep(0)
     assert not waiting.done()
     producer.table.open(edge(), 1, consumer)
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, 30)

@@ -46,7 +46,7 @@ async def test_writers_pause_while_nobody_reads() -> None:
     assert not waiting.done()
     frames: list[pb.SessionResponse] = []
     reading = asyncio.create_task(read_all(writer, frames))
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, 30)
     assert not writer.blocked
     writer.close()
     await reading
@@ -59,4 +59,4 @@ async def test_closing_lets_writers_go() -> None:
     waiting = asyncio.create_task(writer.room())
     await asyncio.sleep(0)
     writer.close()
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, 30)
