@@ -267,6 +267,11 @@ class ProcessRunner:
         engine, self._engine = self._engine, None
         if engine is not None:
             await asyncio.to_thread(engine.shutdown)
+            # That had this loop close the sockets, before it told us of its end. Their context is left to the garbage
+            # collector, which warns of it.
+            resources = getattr(engine.engine_core, "resources", None)
+            if resources is not None:
+                await asyncio.to_thread(resources.ctx.term)
 
     def _check(self) -> None:
         if self._engine is None:

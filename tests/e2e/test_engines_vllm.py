@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import json
+import warnings
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -226,7 +228,11 @@ async def test_an_engine_core_in_its_own_process(require_packages: Callable[...,
         assert engine.load().queue_length == 0
         assert await engine.control(types_pb2.CONTROL_METHOD_RESET_PREFIX_CACHE, {}) == {"reset": True}
     finally:
-        await engine.close()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always", ResourceWarning)
+            await engine.close()
+            gc.collect()
+    assert not [warning for warning in seen if "zmq" in str(warning.message)]
 
 
 async def test_converted_weights_have_the_tokenizer_of_the_original(
