@@ -79,12 +79,14 @@ def check_kv_layout(offered: types_pb2.StageFingerprint, stage: StageKey, peers:
 def _other_layouts(
     offered: types_pb2.StageFingerprint, peers: Iterable[types_pb2.Replica]
 ) -> list[tuple[str, object, object]]:
+    # Empty: no KV cache, or not known before the engine runs.
+    if not offered.kv_layout:
+        return []
     for peer in peers:
         theirs = peer.fingerprint.kv_layout
-        # Empty: no KV cache, or not known before the engine runs.
-        both_known = bool(theirs and offered.kv_layout)
-        if both_known and theirs != offered.kv_layout and peer.fingerprint.config_sha256 == offered.config_sha256:
-            return [("kv_layout", offered.kv_layout, theirs)]
+        if theirs and peer.fingerprint.config_sha256 == offered.config_sha256:
+            # One speaks for all: each of them was checked against those before it.
+            return [] if theirs == offered.kv_layout else [("kv_layout", offered.kv_layout, theirs)]
     return []
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, Hashable
+from collections.abc import AsyncGenerator, Hashable, Sequence
 from typing import Final, Generic, TypeVar
 
 from control_plane.deltalog import Cursor, Delta, DeltaLog
@@ -107,6 +107,10 @@ class Fanout(abc.ABC, Generic[C, G]):
     def encode_bookmark(self) -> bytes:
         """The revision, and nothing else."""
 
+    @abc.abstractmethod
+    def merge(self, changes: Sequence[C]) -> C:
+        """What several changes in a row come to."""
+
     def extra_frames(self, watcher: Watcher[G]) -> list[bytes]:
         """Frames after those of the history; the watcher knows everything in the table by then."""
         return []
@@ -119,18 +123,25 @@ class Fanout(abc.ABC, Generic[C, G]):
             frames = [self.encode_snapshot(watcher.group)]
             self.on_snapshot(watcher)
         else:
-            frames = [frame for delta in deltas if (frame := self._frame(watcher.group, delta))]
+            frames = self._frames(watcher.group, deltas)
         watcher.cursor = self._log.head
         return frames + self.extra_frames(watcher)
 
     def on_snapshot(self, watcher: Watcher[G]) -> None:
         """The watcher is about to be sent a snapshot."""
 
-    def _frame(self, group: G, delta: Delta[C]) -> bytes:
-        frame = delta.frames.get(group)
+    def _frames(self, group: G, deltas: Sequence[Delta[C]]) -> list[bytes]:
+        """The frames of changes in a row. Where more than one waited, they go out as one: while a fleet registers, a
+        message per change and watcher costs more than the changes. Bytes are made once for all watchers alike."""
+        if not deltas:
+            return []
+        last = deltas[-1]
+        place = group, len(deltas)
+        frame = last.frames.get(place)
         if frame is None:
-            frame = delta.frames[group] = self.encode_delta(group, delta)
-        return frame
+            delta = last if len(deltas) == 1 else Delta(last.revision, self.merge([each.content for each in deltas]))
+            frame = last.frames[place] = self.encode_delta(group, delta)
+        return [frame] if frame else []
 
     def _wake_all(self) -> None:
         for watcher in self._watchers:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Final, NoReturn
 
@@ -95,6 +96,7 @@ class Heartbeats:
         self._liveness = Liveness(clock.monotonic())
         self._refreshes: WorkQueue[ReplicaKey] = WorkQueue("lease", self._refresh, workers=_WORKERS)
         self._writes: WorkQueue[ReplicaKey] = WorkQueue("record", self._write, workers=_WORKERS)
+        self._plain: tuple[float, int, pb.HeartbeatResponse] | None = None
         self._closing = False
         table.on_change(self._on_change)
 
@@ -153,13 +155,25 @@ class Heartbeats:
             known = self._claims.get(key)
             before = known.state if known is not None and known.epoch == epoch else row.replica.state
             directive, detail = self._take(beat, row, stream)
-            await self._settle(self._claims[key], before)
+            if (claim := self._claims[key]).state != before:
+                await self._settle(claim)
+        if directive == CONTINUE and not detail:
+            return self._plain_answer(self.interval_s, self._table.revision)
         return pb.HeartbeatResponse(
             directive=directive,
             next_interval=to_duration(self.interval_s),
             revision=self._table.revision,
             detail=detail,
         )
+
+    def _plain_answer(self, interval_s: float, revision: int) -> pb.HeartbeatResponse:
+        """CONTINUE: nearly all beats get the same answer, which is made once."""
+        if self._plain is None or self._plain[:2] != (interval_s, revision):
+            response = pb.HeartbeatResponse(
+                directive=CONTINUE, next_interval=to_duration(interval_s), revision=revision
+            )
+            self._plain = interval_s, revision, response
+        return self._plain[2]
 
     async def _verdict(
         self, beat: pb.HeartbeatRequest, key: ReplicaKey, epoch: int
@@ -206,10 +220,10 @@ class Heartbeats:
         self, beat: pb.HeartbeatRequest, row: ReplicaRow, stream: int
     ) -> tuple[pb.HeartbeatDirective.ValueType, str]:
         """Take in what a valid claim says of itself."""
-        now_s = self._clock.monotonic()
+        now_s, interval_s = self._clock.monotonic(), self.interval_s
         known = self._liveness.get(row.key)
         was_suspect = known is not None and known.epoch == row.epoch and known.suspect
-        pulse = self._liveness.beat(row.key, row.epoch, stream, self.interval_s, now_s)
+        pulse = self._liveness.beat(row.key, row.epoch, stream, interval_s, now_s)
         if known is not pulse and row.replica.suspect:
             self._liveness.recorded_suspect(pulse, now_s)
         if was_suspect and not pulse.suspect:
@@ -219,7 +233,7 @@ class Heartbeats:
         if claim is None or claim.epoch != row.epoch:
             claim = self._claims[row.key] = _Claim(row.key, row.epoch, row.lease_id, row.replica.state)
         refused = self._take_report(beat, row, claim)
-        if now_s >= claim.refresh_due_s:
+        if now_s + interval_s / 2 >= claim.refresh_due_s:  # this beat is nearer to it than the next one
             claim.refresh_due_s = now_s + self._lease_ttl_s / 3
             self._refreshes.add(row.key)
         if _differs(row.replica, claim, pulse.suspect):
@@ -258,10 +272,8 @@ class Heartbeats:
             )
         return refused
 
-    async def _settle(self, claim: _Claim, before: states.State) -> None:
+    async def _settle(self, claim: _Claim) -> None:
         """After a change of state, answer when it is recorded: who hears that READY was taken in is routable."""
-        if claim.state == before:
-            return
         try:
             async with asyncio.timeout(_SETTLE_S):
                 await claim.settled.wait()
@@ -304,7 +316,8 @@ class Heartbeats:
             claim.refresh_due_s = self._clock.monotonic() + min(_RETRY_S, self._lease_ttl_s / 6)
             _log.debug("lease not refreshed", replica=key, error=error)
         else:
-            claim.refresh_due_s = asked_s + ttl_s / 3
+            # Around a third of its life: leases that fell due together, after a restart say, must not stay together.
+            claim.refresh_due_s = asked_s + ttl_s * random.uniform(0.28, 0.38)
         return None
 
     # ---- silence

@@ -1,7 +1,7 @@
 """Who is alive, from beats and broken streams. Pure: time comes in as a parameter, decisions go out as values.
 
-Ladder: beats arrive → alive. The stream breaks, or three intervals pass without a beat → suspect, which gateways use
-only as a last resort. The rest is not ours: a lease that nobody refreshes ends by itself, and etcd removes the claim.
+Ladder: beats arrive → alive. The stream breaks, or beats stay away for ``ladder_s`` → suspect, which gateways use only
+as a last resort. The rest is not ours: a lease that nobody refreshes ends by itself, and etcd removes the claim.
 
 Guarantees
 * A replica is suspected at most once per silence, and trusted again only by beats.
@@ -34,14 +34,31 @@ FLAP_WINDOW_S: Final = 60.0
 STALL_S: Final = 0.5
 
 BASE_INTERVAL_S: Final = 0.25  # 3 missed beats = 0.75 s, so a hang is unrouted well within 3 s
-# A beat costs a control plane about 0.1 ms of one core: the fleet may use a third of it.
+# A beat costs a control plane about 0.2 ms of one core, nearly all of it gRPC (docs/performance.md).
 MAX_BEATS_PER_S: Final = 3_000.0
+# Beats of a large fleet are seconds apart. A replica that is late by this much is as suspicious as one that missed two
+# short intervals; to wait for two long ones as well would only make a hang cost more.
+MAX_LATE_S: Final = 1.5
+# A refresh costs a control plane about as much as a beat, and etcd half of that.
+MAX_REFRESHES_PER_S: Final = 400.0
 
 
 def interval_s(replicas: int, base_s: float, lease_ttl_s: float) -> float:
     """How often each of ``replicas`` should beat: ``base_s`` while the fleet is small, then longer, so that the beats
-    of all stay within ``MAX_BEATS_PER_S``. Never so long that a lease cannot be refreshed in time."""
-    return min(max(base_s, replicas / MAX_BEATS_PER_S), max(base_s, lease_ttl_s / (2 * MISSED_BEATS)))
+    of all stay within ``MAX_BEATS_PER_S``. Never longer than a third of the shortest lease: only beats refresh it."""
+    return min(max(base_s, replicas / MAX_BEATS_PER_S), max(base_s, lease_ttl_s / 3))
+
+
+def ladder_s(interval_s: float) -> float:
+    """The silence that makes suspect: three intervals, or one interval and ``MAX_LATE_S`` where that is less."""
+    return min(MISSED_BEATS * interval_s, interval_s + MAX_LATE_S)
+
+
+def lease_ttl_s(replicas: int, base_s: int) -> int:
+    """For how long a lease is granted in a fleet of ``replicas``: ``base_s`` while it is small, then longer, so that
+    refreshing all of them at a third of their life stays near ``MAX_REFRESHES_PER_S``. Only how long a dead replica
+    stays in the table depends on it: gateways leave it when it becomes suspect."""
+    return max(base_s, round(3 * replicas / MAX_REFRESHES_PER_S))
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -76,7 +93,7 @@ class Liveness:
         self._streams = itertools.count(1)
         self._last_sweep_s = now_s
         self._trust_until_s = float("-inf")
-        self._ladder_s = MISSED_BEATS * BASE_INTERVAL_S
+        self._ladder_s = ladder_s(BASE_INTERVAL_S)
 
     def __len__(self) -> int:
         return len(self._pulses)
@@ -100,7 +117,7 @@ class Liveness:
             pulse = self._pulses[key] = Pulse(key, epoch, 0.0, stream)
         pulse.stream = max(pulse.stream, stream)
         pulse.beats_in_row = pulse.beats_in_row + 1 if now_s <= pulse.deadline_s else 1
-        self._ladder_s = MISSED_BEATS * interval_s
+        self._ladder_s = ladder_s(interval_s)
         pulse.beat_s = now_s
         pulse.deadline_s = now_s + self._ladder_s
         if pulse.suspect and pulse.beats_in_row >= pulse.beats_to_return:

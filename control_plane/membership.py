@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Final
 
-from control_plane import codec, compat, states, validate
+from control_plane import codec, compat, liveness, states, validate
 from control_plane.etcd import (
     EtcdClient,
     KeyValue,
@@ -180,8 +180,7 @@ class Membership:
             )
             return None
         _check_same(request, key, record)
-        peers = (row.replica for row in self._table.stage_rows(key.stage) if row.key != key)
-        compat.check_kv_layout(request.fingerprint, key.stage, peers)
+        compat.check_kv_layout(request.fingerprint, key.stage, self._table.peers(key.stage, but=key))
         try:
             ttl_s = await self._client.refresh_lease(kv.lease_id)
             written = await self._records.update(key, kv.create_revision, lambda new: _renew(new, request))
@@ -196,8 +195,7 @@ class Membership:
         stage = validate.stage_key(request.stage)
         pipeline.name = stage.pipeline
         plan = compat.find_stage(pipeline, stage.stage_id)
-        peers = (row.replica for row in self._table.stage_rows(stage))
-        compat.check_fingerprint(request.fingerprint, stage, plan, peers)
+        compat.check_fingerprint(request.fingerprint, stage, plan, self._table.peers(stage))
 
     async def _replace_predecessor(self, request: pb.RegisterRequest) -> None:
         """Two claims must not share an address: whoever dials it would meet the wrong instance. An older claim at our
@@ -218,7 +216,7 @@ class Membership:
         await self._table.wait_revision(revision)
 
     async def _new_claim(self, request: pb.RegisterRequest, ground: _Ground) -> Claim | None:
-        lease = await self._client.grant_lease(self._lease_ttl_s)
+        lease = await self._client.grant_lease(liveness.lease_ttl_s(self._table.replica_count, self._lease_ttl_s))
         claim: Claim | None = None
         try:
             claim = await self._claim_any_id(request, ground, lease.lease_id, lease.ttl_s)

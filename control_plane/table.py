@@ -14,9 +14,9 @@ import asyncio
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from control_plane import codec
+from control_plane import codec, frames
 from control_plane.etcd import EventKind, KeyValue, RangeResult, WatchBatch
 from control_plane.ids import IdPool
 from control_plane.keys import CordonKey, EvictionKey, InstanceKey, Keys, PipelineKey, ReplicaKey, StageKey
@@ -35,11 +35,14 @@ class ReplicaRow:
     replica: types_pb2.Replica
     mod_revision: int
     lease_id: int
+    epoch: int = dataclasses.field(init=False)
+    """create_revision of the claim. A field, since every beat looks at it."""
+    encoded: bytes = dataclasses.field(init=False, repr=False, compare=False)
+    """``replica`` as it goes to watchers, so that a new load does not mean to encode all of it again."""
 
-    @property
-    def epoch(self) -> int:
-        """create_revision of the claim."""
-        return int(self.replica.ref.epoch)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "epoch", int(self.replica.ref.epoch))
+        object.__setattr__(self, "encoded", self.replica.SerializeToString())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,6 +59,24 @@ class Change:
     pipelines: Sequence[pipeline_pb2.Pipeline] = ()
     pipelines_gone: Sequence[str] = ()
     reset: bool = False
+
+
+def merged(changes: Sequence[Change]) -> Change:
+    """Several changes in a row as one: the last word on each key."""
+    replicas: dict[ReplicaKey, tuple[ReplicaRow, bool]] = {}
+    pipelines: dict[str, pipeline_pb2.Pipeline | None] = {}
+    for change in changes:
+        replicas |= {row.key: (row, False) for row in change.replicas_gone}
+        replicas |= {row.key: (row, True) for row in change.replicas}
+        pipelines |= dict.fromkeys(change.pipelines_gone)
+        pipelines |= {plan.name: plan for plan in change.pipelines}
+    return Change(
+        changes[-1].revision,
+        replicas=[row for row, present in replicas.values() if present],
+        replicas_gone=[row for row, present in replicas.values() if not present],
+        pipelines=[plan for plan in pipelines.values() if plan is not None],
+        pipelines_gone=[name for name, plan in pipelines.items() if plan is None],
+    )
 
 
 @dataclasses.dataclass(slots=True)
@@ -78,6 +99,7 @@ class Table:
         self._loaded = asyncio.Event()
         self._stale = True
         self._replicas: dict[ReplicaKey, ReplicaRow] = {}
+        self._stages: dict[StageKey, set[ReplicaKey]] = {}
         self._pipelines: dict[str, pipeline_pb2.Pipeline] = {}
         self._evicted: set[str] = set()
         self._pools: dict[StageKey, IdPool] = {}
@@ -115,6 +137,11 @@ class Table:
                 retry_after_s=1.0,
             )
 
+    @property
+    def replica_count(self) -> int:
+        """How many replicas there are."""
+        return len(self._replicas)
+
     def replica(self, key: ReplicaKey) -> ReplicaRow | None:
         """The claim on this id."""
         return self._replicas.get(key)
@@ -132,7 +159,11 @@ class Table:
 
     def stage_rows(self, stage: StageKey) -> list[ReplicaRow]:
         """The claims of one stage, by id."""
-        return [row for row in self.rows() if row.key.stage == stage]
+        return [self._replicas[key] for key in sorted(self._stages.get(stage, ()))]
+
+    def peers(self, stage: StageKey, but: ReplicaKey | None = None) -> Iterator[types_pb2.Replica]:
+        """The records of one stage, without that of ``but``, in no order: lazily, since thousands may serve it."""
+        return (self._replicas[key].replica for key in self._stages.get(stage, ()) if key != but)
 
     def pool(self, stage: StageKey) -> IdPool:
         """Taken ids of a stage."""
@@ -162,6 +193,10 @@ class Table:
         if load is not None:
             replica.load.CopyFrom(load)
         return replica
+
+    def encoded_view(self, row: ReplicaRow) -> bytes:
+        """``view`` as watchers get it, without making a message of it."""
+        return frames.replica_with_load(row.encoded, self._loads.get(row.key))
 
     async def wait_revision(self, revision: int, timeout_s: float = 1.0) -> bool:
         """Wait until everything up to ``revision`` is in the table. False if that takes longer than ``timeout_s``."""
@@ -265,6 +300,7 @@ class Table:
         row = ReplicaRow(key, codec.decode_replica(kv.value, key, kv.create_revision), kv.mod_revision, kv.lease_id)
         if old is None:
             self._sorted = None
+            self._stages.setdefault(key.stage, set()).add(key)
             self.pool(key.stage).claim(key.replica_id)
         else:
             self._forget_endpoint(old)
@@ -279,6 +315,9 @@ class Table:
             case ReplicaKey() if (row := self._replicas.pop(key, None)) is not None:
                 self._loads.pop(key, None)
                 self._sorted = None
+                self._stages[key.stage].discard(key)
+                if not self._stages[key.stage]:
+                    del self._stages[key.stage]
                 self._forget_endpoint(row)
                 pool = self.pool(key.stage)
                 pool.free(key.replica_id)

@@ -7,7 +7,6 @@ them: a name of ten megabytes must not come back in the trailers.
 from __future__ import annotations
 
 import ipaddress
-import math
 import re
 from collections.abc import Iterable
 from typing import Final
@@ -187,11 +186,14 @@ def connectors(faults: Faults, offers: Iterable[types_pb2.ConnectorOffer]) -> No
 
 def load(report: types_pb2.LoadReport) -> str:
     """What is wrong with a load report, in one line; empty if nothing."""
+    largest = max(report.queue_length, report.running, report.waiting, report.inflight_transfers)
+    ratio = report.kv_usage_ratio
+    if largest <= MAX_COUNT and 0 <= ratio <= 1:  # false for NaN
+        return ""
     faults = Faults()
     for field in ("queue_length", "running", "waiting", "inflight_transfers"):
         faults.count(f"load.{field}", getattr(report, field))
-    ratio = report.kv_usage_ratio
-    if not math.isfinite(ratio) or not 0 <= ratio <= 1:
+    if not 0 <= ratio <= 1:
         faults.add("load.kv_usage_ratio", f"must be 0 to 1, got {ratio}")
     return faults.text()
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, NoReturn, TypeAlias
 
+from control_plane import frames
 from control_plane.deltalog import Delta
 from control_plane.fanout import BOOKMARK_S, HISTORY, Fanout, Watcher
 from control_plane.keys import ReplicaKey
-from control_plane.table import Change, ReplicaRow, Table
+from control_plane.table import Change, ReplicaRow, Table, merged
 from omni.v1 import pipeline_service_pb2 as pipeline_pb
 from omni.v1 import registry_service_pb2 as registry_pb
-from omni.v1 import types_pb2
 from omnicore.clock import SYSTEM_CLOCK, Clock
 
 LOAD_PERIOD_S: Final = 0.1  # at most ten load pushes a second
@@ -69,12 +69,16 @@ class ReplicaFanout(Fanout[Change, Pipelines]):
     def encode_delta(self, group: Pipelines, delta: Delta[Change]) -> bytes:
         """Replicas that came, changed or went."""
         change = delta.content
-        response = registry_pb.WatchReplicasResponse(
-            revision=delta.revision,
-            changed=[self._view(row) for row in change.replicas if _wanted(row, group)],
-            removed=[row.replica.ref for row in change.replicas_gone if _wanted(row, group)],
-        )
-        return response.SerializeToString() if response.changed or response.removed else b""
+        changed = [self._encoded(row) for row in change.replicas if _wanted(row, group)]
+        removed = [row.replica.ref for row in change.replicas_gone if _wanted(row, group)]
+        if not changed and not removed:
+            return b""
+        head = registry_pb.WatchReplicasResponse(revision=delta.revision, removed=removed)
+        return frames.frame(head, changed)
+
+    def merge(self, changes: Sequence[Change]) -> Change:
+        """The last word on each of them."""
+        return merged(changes)
 
     def encode_bookmark(self) -> bytes:
         """The revision, and whether etcd is away."""
@@ -89,15 +93,15 @@ class ReplicaFanout(Fanout[Change, Pipelines]):
 
     def extra_frames(self, watcher: Watcher[Pipelines]) -> list[bytes]:
         """Loads since the watcher's last flush; a bookmark if etcd went away or came back."""
-        frames = []
+        extra = []
         if watcher.flush_seen != self._flush_no:
             if frame := self._load_frame(watcher.group, watcher.flush_seen):
-                frames.append(frame)
+                extra.append(frame)
             watcher.flush_seen = self._flush_no
         if watcher.stale_seen != self._table.stale:
             watcher.stale_seen = self._table.stale
-            frames.append(self.encode_bookmark())
-        return frames
+            extra.append(self.encode_bookmark())
+        return extra
 
     def _load_frame(self, group: Pipelines, flush_seen: int) -> bytes:
         missed = self._flush_no - flush_seen
@@ -114,23 +118,21 @@ class ReplicaFanout(Fanout[Change, Pipelines]):
         key = (kind, group, since, place)
         if (frame := self._cache.get(key)) is not None:
             return frame
-        response = registry_pb.WatchReplicasResponse(
-            revision=self._table.revision,
-            snapshot=kind == "snapshot",
-            changed=[self._view(row) for row in rows],
-            stale=self._table.stale,
+        head = registry_pb.WatchReplicasResponse(
+            revision=self._table.revision, snapshot=kind == "snapshot", stale=self._table.stale
         )
-        frame = response.SerializeToString() if response.snapshot or response.changed else b""
+        changed = [self._encoded(row) for row in rows]
+        frame = frames.frame(head, changed) if changed or head.snapshot else b""
         # Frames of an older place will not be asked for again.
         for old in [other for other in self._cache if other[-1] != place]:
             del self._cache[old]
         self._cache[key] = frame
         return frame
 
-    def _view(self, row: ReplicaRow) -> types_pb2.Replica:
+    def _encoded(self, row: ReplicaRow) -> bytes:
         now = self._table.replica(row.key)
         # The load of a later claim on the same id is not this one's.
-        return self._table.view(row) if now is not None and now.epoch == row.epoch else row.replica
+        return self._table.encoded_view(row) if now is not None and now.epoch == row.epoch else row.encoded
 
     def _on_change(self, change: Change) -> None:
         if change.reset:
@@ -167,6 +169,10 @@ class PipelineFanout(Fanout[Change, None]):
         return pipeline_pb.WatchPipelinesResponse(
             revision=delta.revision, changed=delta.content.pipelines, removed=delta.content.pipelines_gone
         ).SerializeToString()
+
+    def merge(self, changes: Sequence[Change]) -> Change:
+        """The last word on each of them."""
+        return merged(changes)
 
     def encode_bookmark(self) -> bytes:
         """The revision."""

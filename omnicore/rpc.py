@@ -206,13 +206,15 @@ async def serve(
     port: int,
     credentials: grpc.ServerCredentials | None = None,
     interceptors: Sequence[Interceptor] = (),
+    options: Sequence[tuple[str, int]] = (),
 ) -> RunningServer:
     """Start a server with the caller's servicers plus health, reflection and channelz.
 
     ``port`` 0 takes any free port; the result says which. ``service_names`` are full proto names, for health and
-    reflection. Raises ``UnavailableError`` if the address cannot be bound; it never picks another one.
+    reflection. ``options`` come after ``SERVER_OPTIONS``. Raises ``UnavailableError`` if the address cannot be bound;
+    it never picks another one.
     """
-    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(ErrorInterceptor(), *interceptors))
+    server = grpc.aio.server(options=(*SERVER_OPTIONS, *options), interceptors=(ErrorInterceptor(), *interceptors))
     add_servicers(server)
     health_servicer = health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

@@ -77,9 +77,7 @@ class EtcdClient:
         response = await self._transport.call(RANGE, wire.RangeRequest(key=key.encode()), repeatable=True)
         return model.key_value(response.kvs[0]) if response.kvs else None
 
-    async def get_prefix(
-        self, prefix: str, *, limit: int = 0, revision: int = 0, after: str = ""
-    ) -> model.RangeResult:
+    async def get_prefix(self, prefix: str, *, limit: int = 0, revision: int = 0, after: str = "") -> model.RangeResult:
         """All keys that start with ``prefix``, in key order, at most ``limit`` (0: all), those behind ``after`` only.
 
         ``revision`` reads the past (0: now); raises ``Compacted`` if that is gone.

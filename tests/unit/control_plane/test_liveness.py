@@ -7,11 +7,14 @@ from control_plane.liveness import (
     BASE_INTERVAL_S,
     FLAP_WINDOW_S,
     MAX_BEATS_PER_S,
+    MAX_LATE_S,
     MAX_RETURN_BEATS,
     MISSED_BEATS,
     Liveness,
     Pulse,
     interval_s,
+    ladder_s,
+    lease_ttl_s,
 )
 from omnicore.clock import ManualClock
 
@@ -165,10 +168,28 @@ def test_another_control_planes_suspicion_is_earned_back_here() -> None:
 
 @pytest.mark.parametrize(
     ("replicas", "expected"),
-    [(0, BASE_INTERVAL_S), (500, BASE_INTERVAL_S), (3000, 3000 / MAX_BEATS_PER_S), (1_000_000, 10 / 6)],
+    [(0, BASE_INTERVAL_S), (500, BASE_INTERVAL_S), (3000, 3000 / MAX_BEATS_PER_S), (1_000_000, 10 / 3)],
 )
 def test_interval_grows_with_the_fleet_within_the_lease(replicas: int, expected: float) -> None:
     assert interval_s(replicas, BASE_INTERVAL_S, lease_ttl_s=10) == pytest.approx(expected)
+
+
+def test_long_intervals_do_not_make_a_hang_long() -> None:
+    assert ladder_s(BASE_INTERVAL_S) == MISSED_BEATS * BASE_INTERVAL_S
+    assert ladder_s(3.0) == 3.0 + MAX_LATE_S
+    world = World(A)
+    world.liveness.beat(A, 1, world.streams[A], 3.0, world.clock.monotonic())
+    suspected_s: list[float] = []
+    for tick in range(100):
+        world.clock.advance(TICK_S)
+        suspected_s += [tick * TICK_S for _ in world.liveness.sweep(world.clock.monotonic())]
+    assert suspected_s == [pytest.approx(3.0 + MAX_LATE_S, abs=2 * TICK_S)]
+
+
+@pytest.mark.parametrize(("replicas", "expected"), [(0, 10), (1_000, 10), (10_000, 75)])
+def test_leases_grow_with_the_fleet(replicas: int, expected: int) -> None:
+    assert lease_ttl_s(replicas, 10) == expected
+    assert lease_ttl_s(replicas, 3600) == 3600
 
 
 def test_many_replicas_cost_little() -> None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from control_plane import codec
+from control_plane import codec, frames
 from control_plane.etcd import EventKind, KeyValue, RangeResult, WatchBatch, WatchEvent
 from control_plane.keys import Keys, ReplicaKey, StageKey
 from control_plane.table import Change, Table
@@ -42,6 +42,16 @@ def table_with(*ids: int, revision: int = 10) -> Table:
     table = Table(KEYS)
     table.replace(RangeResult([kv(i, 5) for i in ids], revision))
     return table
+
+
+def test_frames_from_parts_are_what_messages_encode_to() -> None:
+    table = table_with(*range(3))
+    table.set_load(ReplicaKey("p", 0, 1), 5, types_pb2.LoadReport(queue_length=300, kv_usage_ratio=0.5))
+    rows = table.rows()
+    head = pb.WatchReplicasResponse(revision=10, snapshot=True, removed=[codec.replica_ref(ReplicaKey("p", 0, 9), 4)])
+    got = pb.WatchReplicasResponse.FromString(frames.frame(head, [table.encoded_view(row) for row in rows]))
+    head.changed.extend(table.view(row) for row in rows)
+    assert got == head
 
 
 class TestTable:
@@ -174,6 +184,27 @@ class TestReplicaFanout:
         for reader in readers:
             await reader.frames.aclose()
         assert len(fanout) == 0
+
+    async def test_changes_that_waited_go_out_as_one_frame(self) -> None:
+        table = table_with(0, 1)
+        fanout = ReplicaFanout(table)
+        table.apply(WatchBatch(11, []))
+        readers = [Reader(fanout), Reader(fanout)]
+        for reader in readers:
+            await reader.next()
+        table.apply(WatchBatch(12, [put(kv(2, 12)), put(kv(3, 12))]))
+        table.apply(WatchBatch(13, [delete(kv(2, 12), 13), delete(kv(0, 5), 13)]))
+        table.apply(WatchBatch(14, [put(kv(0, 14))]))
+        for reader in readers:
+            frame = await reader.next()
+            assert not frame.snapshot
+            assert frame.revision == 14
+            assert {r.ref.replica_id: r.ref.epoch for r in frame.changed} == {3: 12, 0: 14}
+            assert [(ref.replica_id, ref.epoch) for ref in frame.removed] == [(2, 12)]
+            assert set(reader.seen) == {0, 1, 3}
+        assert readers[0].raw[1] is readers[1].raw[1], "encoded once"
+        table.apply(WatchBatch(15, [put(kv(4, 15))]))
+        assert [r.ref.replica_id for r in (await readers[0].next()).changed] == [4]
 
     async def test_a_filter_hides_other_pipelines(self) -> None:
         table = table_with(0)
