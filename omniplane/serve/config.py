@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from omnicore.config import host_port, not_negative, option, positive
 from omnicore.errors import InvalidRequestError
 from omnicore.policies import BALANCING_POLICIES
+from omnicore.security import SecurityConfig
 
 DEFAULT_POLICY = "random"
 """vLLM-Omni's. A gateway of ours that is started by itself prefers power-of-two."""
@@ -100,9 +101,8 @@ ENGINE_FLAGS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServeConfig(EngineFlags):
+class ServeConfig(EngineFlags, SecurityConfig):
     """Serve a multi-stage pipeline with the command line of vLLM-Omni.
-
     Without --stage-id: the whole pipeline on this machine. With it: a head, which runs the control plane, the gateway
     and that stage's replicas; with --headless as well: only that stage's replicas, under a head elsewhere.
     """
@@ -157,6 +157,14 @@ class ServeConfig(EngineFlags):
     grpc_port: int = option(0, help="port of the gateway's gRPC side, at --host; 0 takes any free one", check=_port)
     etcd: tuple[str, ...] = option((), help="use this etcd instead of a private one (ours)", check=_endpoints)
     data_dir: str = option("", help="keep the private etcd's data there, over restarts (ours)")
+    ssl_certfile: str = option("", help="PEM file of the certificate that makes the HTTP API HTTPS")
+    ssl_keyfile: str = option("", help="PEM file of its private key")
+    registration_token_file: str = option(
+        "", help="file of the tokens, one a line, of which replicas send the first and the head wants one (ours)"
+    )
+    admin_token_file: str = option(
+        "", help="heads: file of the tokens, one a line, that make a caller an administrator (ours)"
+    )
     cluster: str = option("default", help="name of the cluster in etcd's keys (ours)")
     startup_timeout: float = option(
         300.0, help="headless: seconds to wait for the head and its pipeline (ours)", check=positive
@@ -197,6 +205,9 @@ class ServeConfig(EngineFlags):
             raise _wrong("--omni-master-port", "must be the head's port, got 0")
         if self.mode is Mode.HEADLESS and _is_wildcard(self.omni_master_address):
             raise _wrong("--omni-master-address", f"{self.omni_master_address} is no address to connect to")
+        if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
+            missing = "--ssl-keyfile" if self.ssl_certfile else "--ssl-certfile"
+            raise _wrong(missing, "required: --ssl-certfile and --ssl-keyfile go together")
         if _is_wildcard(self.omni_replica_address):
             raise _wrong("--omni-replica-address", f"{self.omni_replica_address} is no address that others can reach")
 

@@ -11,10 +11,11 @@ from omni.v1 import pipeline_pb2
 from omnicore.config import join_host_port
 from omnicore.errors import DeadlineExceededError, InvalidRequestError
 from omnicore.log import get_logger
+from omnicore.security import Security
 from omnicore.supervise.ports import check_bindable, check_free, check_reachable
 from omnicore.supervise.supervisor import Member, Supervisor
 from omnicore.tasks import together
-from omniplane.serve import bringup, overlay, specs
+from omniplane.serve import access, bringup, overlay, specs
 from omniplane.serve.config import Mode, ServeConfig
 from omniplane.serve.control_plane import ControlPlaneRuntime
 from omniplane.serve.overlay import Keys, StageKeys
@@ -64,12 +65,16 @@ class HeadLauncher:
         self._single = single
         self._supervisor = supervisor
         self._file = ""
+        self._security = Security()
         self._control_plane = ControlPlaneRuntime(config, supervisor)
         self._replicas = ReplicaProcManager(config, supervisor)
 
     def check(self) -> None:
         """The deploy file can be read, and the addresses are free."""
         self._file = read_deploy_file(self._config)
+        self._security = access.own_security(self._config)
+        if self._config.mode is Mode.HEAD:
+            self._security.check_listen("--omni-master-address", self._control_plane.listen)
         check_free("--port", join_host_port(self._config.host, self._config.port))
         check_free("--grpc-port", join_host_port(self._config.host, self._config.grpc_port))
         if self._config.mode is Mode.HEAD:
@@ -90,7 +95,7 @@ class HeadLauncher:
         await self._control_plane.start()
         address = self._control_plane.address
         visible = os.environ.get(VISIBLE_DEVICES)
-        async with connected(address) as plane:
+        async with connected(self._security, address) as plane:
             planned = await put_into_force(plane, self._config, self._file, self._single, visible)
             for warning in planned.warnings:
                 _log.warning("deploy file", file=self._config.deploy_file, warning=warning)
@@ -104,12 +109,12 @@ class HeadLauncher:
                     plane, pipeline, frozenset(stage.stage_id for stage in own), self._config.stage_init_timeout
                 ),
             )
-        await bringup.wait_healthy(specs.reachable(gateway["http"]))
+        await bringup.wait_healthy(specs.reachable(gateway["http"]), encrypted=bool(self._config.ssl_certfile))
         return self._ready(pipeline, gateway)
 
     def _ready(self, pipeline: pipeline_pb2.Pipeline, gateway: dict[str, Any]) -> dict[str, Any]:
         return {
-            "http": f"http://{specs.reachable(gateway['http'])}",
+            "http": f"{'https' if self._config.ssl_certfile else 'http'}://{specs.reachable(gateway['http'])}",
             "grpc": specs.reachable(gateway["grpc"]),
             "control_plane": self._control_plane.address,
             "etcd": list(self._control_plane.etcd),
@@ -138,19 +143,21 @@ class HeadlessLauncher:
     def __init__(self, config: ServeConfig, single: Mapping[int, Keys], supervisor: Supervisor) -> None:
         self._config = config
         self._single = single
+        self._security = Security()
         self._replicas = ReplicaProcManager(config, supervisor)
 
     def check(self) -> None:
         """The address to listen on is one of this host's."""
+        self._security = access.own_security(self._config)
+        self._security.check_dial("--omni-master-address", [self._head])
         if self._config.omni_replica_address:
             check_bindable("--omni-replica-address", self._config.omni_replica_address)
+            self._security.check_listen("--omni-replica-address", join_host_port(self._config.omni_replica_address, 0))
 
     async def start(self) -> dict[str, Any]:
         """Wait for the head and its plan, then start; returns once every replica is ready."""
-        config = self._config
-        assert config.omni_master_port is not None
-        address = join_host_port(config.omni_master_address, config.omni_master_port)
-        async with connected(address) as plane:
+        config, address = self._config, self._head
+        async with connected(self._security, address) as plane:
             pipeline, stage = await plan_of_head(plane, config.pipeline, config.stage_id, config.startup_timeout)
         self._check_agreement(stage)
         replicas = local_replicas([(stage, config.omni_dp_size_local)], os.environ.get(VISIBLE_DEVICES))
@@ -162,6 +169,12 @@ class HeadlessLauncher:
                 f"--init-timeout: the replicas did not start within {config.init_timeout:g} s", reason="INIT_TIMEOUT"
             ) from None
         return {"control_plane": address, "pipeline": pipeline.name, "replicas": self._replicas.ready()}
+
+    @property
+    def _head(self) -> str:
+        """ "host:port" of the head's control plane."""
+        assert self._config.omni_master_port is not None
+        return join_host_port(self._config.omni_master_address, self._config.omni_master_port)
 
     def _check_agreement(self, stage: pipeline_pb2.Stage) -> None:
         """Engine flags were taken where they stood in the past; now the head's plan decides, and a flag that says

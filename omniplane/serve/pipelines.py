@@ -18,10 +18,10 @@ from omni.v1 import (
     registry_service_pb2_grpc,
     types_pb2,
 )
-from omnicore import rpc
 from omnicore.clock import SYSTEM_CLOCK, Clock
 from omnicore.errors import InvalidRequestError, NotFoundError, UnavailableError, from_rpc_error
 from omnicore.log import get_logger
+from omnicore.security import Security
 from omniplane.serve import overlay
 from omniplane.serve.overlay import Keys
 
@@ -95,9 +95,9 @@ class ControlPlaneClient:
 
 
 @contextlib.asynccontextmanager
-async def connected(address: str) -> AsyncIterator[ControlPlaneClient]:
+async def connected(security: Security, address: str) -> AsyncIterator[ControlPlaneClient]:
     """The control plane at ``address`` ("host:port")."""
-    channel = rpc.channel(address)
+    channel = security.to_control_plane(address)
     try:
         yield ControlPlaneClient(channel, address)
     finally:

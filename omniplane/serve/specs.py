@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from omnicore.access import Role
 from omnicore.config import join_host_port, split_host_port
 from omnicore.errors import FailedPreconditionError
 from omnicore.supervise.supervisor import Spec
+from omniplane.serve.access import security_flags
 from omniplane.serve.config import ServeConfig
 
 ETCD, CONTROL_PLANE, GATEWAY = "etcd", "control-plane", "gateway"
@@ -54,6 +56,9 @@ def control_plane(config: ServeConfig, listen: str, endpoints: tuple[str, ...]) 
                 if config.stage_id is not None
                 else ()
             ),
+            *_file("--registration-token-file", config.registration_token_file),
+            *_file("--admin-token-file", config.admin_token_file),
+            *security_flags(config, Role.CONTROL_PLANE),
             *_logging(config),
         ),
         ready_timeout_s=SERVICE_READY_S,
@@ -77,6 +82,9 @@ def gateway(config: ServeConfig, control_plane_address: str) -> Spec:
             *("--balancing-policy", config.omni_lb_policy),
             *("--drain-timeout-s", f"{config.drain_timeout:g}"),
             "--wait-for-planned-replicas",
+            *_file("--http-tls-cert", config.ssl_certfile),
+            *_file("--http-tls-key", config.ssl_keyfile),
+            *security_flags(config, Role.GATEWAY),
             *_logging(config),
         ),
         ready_timeout_s=SERVICE_READY_S,
@@ -86,7 +94,7 @@ def gateway(config: ServeConfig, control_plane_address: str) -> Spec:
             *("--grpc", pinned(grpc, ready["grpc"])),
             "--no-wait-for-planned-replicas",
         ),
-        describe=lambda ready: f"http://{ready['http']}",
+        describe=lambda ready: str(ready["http"]),
     )
 
 
@@ -115,6 +123,8 @@ def worker(
             *("--startup-timeout-s", f"{config.startup_timeout:g}"),
             *("--engine-start-timeout-s", f"{config.stage_init_timeout:g}"),
             *("--drain-timeout-s", f"{config.drain_timeout:g}"),
+            *_file("--registration-token-file", config.registration_token_file),
+            *security_flags(config, Role.WORKER),
             *_logging(config),
         ),
         # Its own limits come first, and say better what took too long.
@@ -136,6 +146,10 @@ def reachable(address: str) -> str:
     """``address`` as this machine dials it: a wildcard is every interface, so also loopback."""
     host, port = split_host_port(address)
     return join_host_port("127.0.0.1", port) if host in ("0.0.0.0", "::", "") else address
+
+
+def _file(flag: str, path: str) -> tuple[str, ...]:
+    return (flag, path) if path else ()
 
 
 def _logging(config: ServeConfig) -> tuple[str, ...]:
