@@ -39,7 +39,11 @@ def _run(argv: list[str]) -> int:
             return errors.InvalidRequestError.row.exit_code
         args = parser.parse_args(argv)
         if not hasattr(args, "run"):
-            parser.error("which command?")
+            group = getattr(args, "group", None)
+            if group is None:
+                parser.error("which command?")
+            print(group.format_help(), end="")
+            return errors.InvalidRequestError.row.exit_code
         command = f"omnictl {args.command}"
         return int(asyncio.run(args.run(args)))
     except HelpRequested as request:

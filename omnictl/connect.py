@@ -1,4 +1,4 @@
-"""Connections to control planes and gateways: the first address that answers, typed errors, deadlines."""
+"""Connections to control planes and gateways: the first address that answers, typed errors, deadlines, credentials."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import ssl
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -16,6 +17,7 @@ import grpc.aio
 from omni.v1 import (
     admin_service_pb2_grpc,
     inference_service_pb2_grpc,
+    inspect_service_pb2_grpc,
     pipeline_pb2,
     pipeline_service_pb2,
     pipeline_service_pb2_grpc,
@@ -23,13 +25,16 @@ from omni.v1 import (
     registry_service_pb2_grpc,
     types_pb2,
 )
-from omnicore import errors, rpc
+from omnicore import errors
+from omnicore.access import Role
 from omnicore.config import split_host_port
+from omnicore.security import Security, SecurityConfig
 from omnictl.settings import Settings
 
 if TYPE_CHECKING:
     from omni.v1.admin_service_pb2_grpc import AdminServiceAsyncStub
     from omni.v1.inference_service_pb2_grpc import InferenceServiceAsyncStub
+    from omni.v1.inspect_service_pb2_grpc import InspectServiceAsyncStub
     from omni.v1.pipeline_service_pb2_grpc import PipelineServiceAsyncStub
     from omni.v1.registry_service_pb2_grpc import RegistryServiceAsyncStub
 
@@ -45,10 +50,11 @@ class ControlPlane:
         self.registry: RegistryServiceAsyncStub = registry_service_pb2_grpc.RegistryServiceStub(channel)
         self.pipelines: PipelineServiceAsyncStub = pipeline_service_pb2_grpc.PipelineServiceStub(channel)
         self.admin: AdminServiceAsyncStub = admin_service_pb2_grpc.AdminServiceStub(channel)
+        self.inspect: InspectServiceAsyncStub = inspect_service_pb2_grpc.InspectServiceStub(channel)
 
-    async def call(self, method: Any, request: Any) -> Any:
-        """One unary call under the command's time limit. Raises the typed error behind a failed one."""
-        return await _call(method, request, self.timeout_s, f"control plane at {self.address}")
+    async def call(self, method: Any, request: Any, timeout_s: float | None = None) -> Any:
+        """One unary call under the command's time limit, or another one. Raises the typed error behind a failed one."""
+        return await _call(method, request, timeout_s or self.timeout_s, f"control plane at {self.address}")
 
     async def list_pipelines(self) -> list[pipeline_pb2.Pipeline]:
         """Every plan, ordered by name."""
@@ -112,14 +118,14 @@ class Gateway:
 @contextlib.asynccontextmanager
 async def control_plane(settings: Settings) -> AsyncIterator[ControlPlane]:
     """The first control plane that answers. Raises ``UnavailableError`` if none does."""
-    async with _first(settings.require_server(), settings.timeout_s, "control plane") as (channel, address):
+    async with _first(settings, settings.require_server(), Role.CONTROL_PLANE) as (channel, address):
         yield ControlPlane(channel, address, settings.timeout_s)
 
 
 @contextlib.asynccontextmanager
 async def gateway(settings: Settings) -> AsyncIterator[Gateway]:
     """The first gateway that answers. Raises ``UnavailableError`` if none does."""
-    async with _first(settings.require_gateway(), settings.timeout_s, "gateway") as (channel, address):
+    async with _first(settings, settings.require_gateway(), Role.GATEWAY) as (channel, address):
         yield Gateway(channel, address, settings.timeout_s)
 
 
@@ -151,12 +157,18 @@ async def _call(method: Any, request: Any, timeout_s: float, where: str) -> Any:
 
 
 @contextlib.asynccontextmanager
-async def _first(addresses: Sequence[str], timeout_s: float, what: str) -> AsyncIterator[tuple[grpc.aio.Channel, str]]:
+async def _first(
+    settings: Settings, addresses: Sequence[str], role: Role
+) -> AsyncIterator[tuple[grpc.aio.Channel, str]]:
+    what = role.replace("-", " ")
+    flag = "--gateway" if role is Role.GATEWAY else "--server"
+    security = Security(settings.security, token_file=settings.token_file)
+    security.check_dial(flag, addresses)
     failures: list[str] = []
     for address in addresses:
-        channel = rpc.channel(address)
+        channel = security.channel(address, role)
         try:
-            if (failure := await _connect(channel, address, timeout_s)) is None:
+            if (failure := await _connect(channel, address, settings, role)) is None:
                 yield channel, address
                 return
             failures.append(f"{address} ({failure})")
@@ -169,32 +181,47 @@ async def _first(addresses: Sequence[str], timeout_s: float, what: str) -> Async
     )
 
 
-async def _connect(channel: grpc.aio.Channel, address: str, timeout_s: float) -> str | None:
+async def _connect(channel: grpc.aio.Channel, address: str, settings: Settings, role: Role) -> str | None:
     """None once connected, or why not. A refused connection is known at once: there is no point in waiting then."""
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(settings.timeout_s):
             state = channel.get_state(try_to_connect=True)
             while state is not grpc.ChannelConnectivity.READY:
                 if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
-                    return await _why_not(address)
+                    return await _why_not(address, settings, role)
                 await channel.wait_for_state_change(state)
                 state = channel.get_state(try_to_connect=True)
     except TimeoutError:
-        return f"no answer in {timeout_s:g} s"
+        return f"no answer in {settings.timeout_s:g} s"
     return None
 
 
-async def _why_not(address: str) -> str:
-    """What a plain TCP connection meets, since a channel does not tell."""
+async def _why_not(address: str, settings: Settings, role: Role) -> str:
+    """What a plain connection meets, since a channel does not tell: first TCP, then TLS if it is on."""
     host, port = split_host_port(address)
+    name = f"{role}.{settings.security.tls_domain}"
+    secure = bool(settings.security.tls_ca)
     try:
-        _, writer = await asyncio.open_connection(host, port)
+        context = _tls_context(settings.security) if secure else None
+        _, writer = await asyncio.open_connection(host, port, ssl=context, server_hostname=name if secure else None)
+    except ssl.SSLCertVerificationError as error:
+        return f"its certificate is not accepted as that of {name}: {error.verify_message or error.reason}"
+    except ssl.SSLError as error:
+        return f"no TLS: {(error.reason or str(error)).lower().replace('_', ' ')}"
     except OSError as error:
         # A name with several addresses fails with all reasons in one text.
         known = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-        return (known or str(error)).lower()
+        return (known or str(error)).lower() or "connection lost"
     writer.close()
-    return "it does not speak gRPC: is that an HTTP port?"
+    if secure:
+        return "it ended the connection: does it know the authority of our certificate?"
+    return "it does not speak gRPC in plaintext: is that an HTTP port, or does it want --tls-ca, --tls-cert, --tls-key?"
+
+
+def _tls_context(security: SecurityConfig) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=security.tls_ca)
+    context.load_cert_chain(security.tls_cert, security.tls_key)
+    return context
 
 
 def _cause(message: str) -> str:

@@ -12,6 +12,8 @@ from typing import Any, Generic, TypeVar
 from google.protobuf import json_format
 from google.protobuf.message import Message
 
+from omnictl.parser import usage_error
+
 FORMATS = ("table", "wide", "json", "yaml", "name")
 
 T = TypeVar("T")
@@ -90,6 +92,53 @@ def print_structured(value: Any, form: str) -> None:
         print_json(value)
 
 
+def print_records(
+    columns: Sequence[Column[T]],
+    records: Sequence[T],
+    form: str,
+    *,
+    kind: str,
+    name: Callable[[T], str],
+    to_json: Callable[[T], Any],
+    more: dict[str, Any] | None = None,
+    no_headers: bool = False,
+) -> None:
+    """``records``, which are ``kind`` ("leases"), as ``form``, one of ``FORMATS``. ``more`` goes beside the list in
+    JSON and YAML."""
+    if form in ("json", "yaml"):
+        print_structured({kind: [to_json(record) for record in records], **(more or {})}, form)
+    elif form == "name":
+        for record in records:
+            print(name(record))
+    elif not records:
+        print(f"no {kind}", file=sys.stderr)
+    else:
+        text = table(columns, records, wide=form == "wide")
+        print(text.partition("\n")[2] if no_headers else text)
+
+
+class Report:
+    """What a command that changes things has done so far: lines as it goes, or one document at the end."""
+
+    def __init__(self, form: str) -> None:
+        """``form``: "text", "json", "yaml" or "name"."""
+        self._form = form
+        self._results: list[dict[str, Any]] = []
+
+    def done(self, name: str, what: str, answer: dict[str, Any] | None = None) -> None:
+        """``what`` was done to ``name``; ``answer`` is the server's."""
+        if self._form == "text":
+            print(f"{name} {what}", flush=True)
+        elif self._form == "name" and name not in (result["name"] for result in self._results):
+            print(name, flush=True)
+        self._results.append({"name": name, "done": what, **(answer or {})})
+
+    def end(self) -> None:
+        """Print the document, if that is the form."""
+        if self._form in ("json", "yaml"):
+            print_structured({"results": self._results}, self._form)
+
+
 def cells(columns: Sequence[Column[T]], record: T, *, wide: bool) -> list[str]:
     """The texts of ``record``, in the order of the columns."""
     return [column.text(record) or "-" for column in columns if wide or not column.wide]
@@ -116,6 +165,23 @@ def line(texts: Sequence[str], widths: Sequence[int]) -> str:
 def width(text: str) -> int:
     """Terminal columns that ``text`` takes: wide East Asian characters count two, combining ones none."""
     return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def whole_number(text: str, flag: str, command: str, *, low: int = 1, high: int = 2**63 - 1) -> int:
+    """``text`` as a whole number. Raises ``InvalidRequestError`` naming ``flag`` and the ``command`` whose help tells
+    more."""
+    if not (text.isascii() and text.isdecimal() and low <= int(text) <= high):
+        raise usage_error(f"{flag}: must be a whole number of {low} or more, got {text!r}", command)
+    return int(text)
+
+
+def cut(text: str, columns: int) -> str:
+    """``text`` in at most ``columns`` of a terminal, with "…" where something is left out."""
+    if width(text) <= columns:
+        return text
+    while text and width(text) > columns - 1:
+        text = text[:-1]
+    return f"{text}…"
 
 
 def age(seconds: float) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import shutil
+import sys
 import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from omnicore.errors import InvalidRequestError
 
-_WIDTH = 100
+_MIN_WIDTH, _MAX_WIDTH = 60, 100
 _INDENT = 30  # column where the help of a flag starts
 
 
@@ -31,6 +33,19 @@ class Group:
     commands: tuple[str, ...]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Positional:
+    """An argument of a command, as shell completion sees it."""
+
+    dest: str
+    choices: tuple[str, ...]
+    """The values that it accepts, if they are a fixed set."""
+    completes: str
+    """What else to complete it with: "replica", "file", …"""
+    repeats: bool
+    """More of the same kind may follow."""
+
+
 class Parser(argparse.ArgumentParser):
     """An ``ArgumentParser`` whose help looks like kubectl's and whose errors are ``InvalidRequestError``.
 
@@ -38,13 +53,23 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(
-        self, *args: Any, examples: Sequence[str] = (), groups: Sequence[Group] = (), notes: str = "", **kwargs: Any
+        self,
+        *args: Any,
+        examples: Sequence[str] = (),
+        groups: Sequence[Group] = (),
+        notes: str = "",
+        global_flags: str = "",
+        **kwargs: Any,
     ) -> None:
+        """``global_flags``: a line for the help of a command that does not list them itself."""
         kwargs.update(add_help=False, allow_abbrev=False)
         super().__init__(*args, **kwargs)
         self._examples = examples
         self._groups = groups
         self._notes = notes
+        self._global_flags = global_flags
+        self.completes: dict[str, str] = {}
+        """What the shell may complete an argument with, by its ``dest``: "replica", "stage", …"""
         self.add_argument("-h", "--help", action=_Help, nargs=0, help=argparse.SUPPRESS, default=argparse.SUPPRESS)
 
     def error(self, message: str) -> NoReturn:
@@ -54,7 +79,7 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
-        known = [str(choice) for choice in action.choices]
+        known = [str(choice) for choice in action.choices if not str(choice).startswith("__")]
         what = "command" if isinstance(action, argparse._SubParsersAction) else _name(action)
         near = difflib.get_close_matches(str(value), known)
         hint = f"did you mean {max(near, key=len)!r}?" if near else f"one of: {', '.join(known)}"
@@ -68,6 +93,8 @@ class Parser(argparse.ArgumentParser):
         blocks = [self.description or "", f"Usage:\n  {self._usage()}"]
         if self._groups:
             blocks += [f"{group.title}:\n" + "\n".join(self._command_rows(group)) for group in self._groups]
+        elif known := self.commands():
+            blocks.append("Commands:\n" + "\n".join(self._command_rows(Group("", tuple(known)))))
         positionals = [a for a in self._positionals_only() if a.help]
         if positionals:
             blocks.append("Arguments:\n" + "\n".join(_row(_name(a), a.help or "") for a in positionals))
@@ -84,27 +111,48 @@ class Parser(argparse.ArgumentParser):
                 "Flags:\n" + "\n".join(_row(_flag(a), _help(a)) for a in own),
             )
         if self._notes:
-            blocks.append(self._notes)
-        if self._groups:
-            blocks.append('Use "omnictl COMMAND --help" for the flags and examples of a command.')
+            blocks.append(_filled(self._notes))
+        if self.commands():
+            blocks.append(f'Use "{self.prog} COMMAND --help" for the flags and examples of a command.')
+        if self._global_flags:
+            blocks.append(_filled(self._global_flags))
         return "\n\n".join(block for block in blocks if block) + "\n"
 
     def commands(self) -> dict[str, Parser]:
         """The subcommands by name; empty for a command without."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
-                return {str(name): parser for name, parser in action.choices.items()}
+                return {str(name): parser for name, parser in action.choices.items() if not name.startswith("__")}
         return {}
 
     def flags(self) -> list[str]:
         """Every long flag of this command."""
         return sorted({o for a in self._actions for o in a.option_strings if o.startswith("--")})
 
-    def positional_choices(self) -> list[str]:
-        """Values that the first positional accepts, if it is a fixed set."""
-        for action in self._positionals_only():
-            return [str(choice) for choice in action.choices or ()]
-        return []
+    def flag_choices(self) -> dict[str, list[str]]:
+        """Values that flags accept, of those that accept a fixed set; each spelling of a flag by itself."""
+        return {
+            option: [str(choice) for choice in action.choices]
+            for action in self._actions
+            if action.choices is not None and not isinstance(action, argparse._SubParsersAction)
+            for option in action.option_strings
+        }
+
+    def flags_with_value(self) -> list[str]:
+        """Every spelling of the flags that a value follows."""
+        return sorted(o for a in self._actions if a.nargs != 0 for o in a.option_strings)
+
+    def positionals(self) -> list[Positional]:
+        """The arguments, in order."""
+        return [
+            Positional(
+                dest=action.dest,
+                choices=tuple(str(choice) for choice in action.choices or ()),
+                completes=self.completes.get(action.dest, ""),
+                repeats=action.nargs in ("+", "*"),
+            )
+            for action in self._positionals_only()
+        ]
 
     def _positionals_only(self) -> list[argparse.Action]:
         return [a for a in self._actions if not a.option_strings and not isinstance(a, argparse._SubParsersAction)]
@@ -160,8 +208,19 @@ def _help(action: argparse.Action) -> str:
     return text
 
 
+def _width() -> int:
+    """Columns that help takes: those of the terminal, if it goes to one."""
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else _MAX_WIDTH
+    return max(_MIN_WIDTH, min(columns, _MAX_WIDTH))
+
+
+def _filled(text: str) -> str:
+    """``text`` with its paragraphs broken anew. Flags and commands in quotes stay whole where they fit."""
+    return "\n\n".join(textwrap.fill(part, _width(), break_on_hyphens=False) for part in text.split("\n\n"))
+
+
 def _row(left: str, text: str) -> str:
-    lines = textwrap.wrap(text, _WIDTH - _INDENT - 2) or [""]
+    lines = textwrap.wrap(text, _width() - _INDENT - 2) or [""]
     first = f"  {left:<{_INDENT - 2}}"
     if len(left) > _INDENT - 4:
         return "\n".join([f"  {left}", *(" " * _INDENT + line for line in lines)])

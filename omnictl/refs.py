@@ -44,6 +44,21 @@ def parse_replica(text: str) -> Selector:
     return Selector(parts[0], parts[1], _replica_id(parts[2], text, "REPLICA"))
 
 
+def parse_stage(text: str) -> Selector:
+    """``PIPELINE/STAGE``, complete."""
+    selector = parse_stage_or_pipeline(text)
+    if not selector.stage:
+        raise usage_error(f"STAGE: must be PIPELINE/STAGE, such as speech/1, got {text!r}")
+    return selector
+
+
+def parse_stage_or_pipeline(text: str) -> Selector:
+    """``PIPELINE`` or ``PIPELINE/STAGE``."""
+    if not text:
+        raise usage_error("STAGE: must be PIPELINE or PIPELINE/STAGE, got ''")
+    return parse_selector(text, depth=2, what="STAGE")
+
+
 def _replica_id(part: str, text: str, what: str) -> int:
     if not part.isdecimal() or not part.isascii() or int(part) > 0xFFFFFFFF:
         raise usage_error(f"{what}: the replica id must be a whole number, got {part!r} in {text!r}")

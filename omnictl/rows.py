@@ -56,6 +56,65 @@ class PipelineRow:
         return sum(stage.routable > 0 for stage in self.stages)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PolicyRow:
+    """How gateways choose among the replicas of a stage."""
+
+    pipeline: pipeline_pb2.Pipeline
+    stage: pipeline_pb2.Stage
+
+    @property
+    def name(self) -> str:
+        """ "PIPELINE/STAGE_ID"."""
+        return f"{self.pipeline.name}/{self.stage.stage_id}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable JSON; an empty policy: none is set."""
+        return {
+            "stage": {"pipeline": self.pipeline.name, "stage_id": self.stage.stage_id},
+            "name": self.stage.name,
+            "policy": self.stage.balancing_policy,
+        }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EdgeRow:
+    """An edge of a plan, with the replicas at both ends."""
+
+    pipeline: pipeline_pb2.Pipeline
+    edge: pipeline_pb2.Edge
+    producers: Sequence[types_pb2.Replica]
+    consumers: Sequence[types_pb2.Replica]
+
+    @property
+    def name(self) -> str:
+        """ "PIPELINE/FROM-TO"."""
+        return f"{self.pipeline.name}/{self.edge.from_stage}-{self.edge.to_stage}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable JSON: the edge of the plan, and the pairs of replicas by the connector that both offer first."""
+        return {
+            "pipeline": self.pipeline.name,
+            "edge": to_dict(self.edge),
+            "status": {"pairs": len(self.producers) * len(self.consumers), "connectors": self.connectors()},
+        }
+
+    def connectors(self) -> dict[str, int]:
+        """How many pairs of replicas have which connector as the best that both offer; "none" where they share none.
+        What a request really takes is chosen by the workers."""
+        wanted = {c.kind for c in self.pipeline.connectors if c.name == self.edge.connector} - {"auto", ""}
+        found: dict[str, int] = {}
+        for producer in self.producers:
+            theirs = {offer.name for offer in producer.connectors if offer.healthy}
+            for consumer in self.consumers:
+                same_host = producer.placement.boot_id == consumer.placement.boot_id
+                both = [o.name for o in consumer.connectors if o.healthy and o.name in theirs]
+                usable = [n for n in both if (n != "shm" or same_host) and (not wanted or n in wanted)]
+                name = usable[0] if usable else "none"
+                found[name] = found.get(name, 0) + 1
+        return dict(sorted(found.items()))
+
+
 def is_routable(replica: types_pb2.Replica) -> bool:
     """True if gateways send requests there: READY, not cordoned, not suspect."""
     return replica.state == types_pb2.REPLICA_STATE_READY and not replica.cordoned and not replica.suspect
@@ -79,6 +138,23 @@ def pipeline_rows(
     """Every plan with its stages."""
     stages = stage_rows(pipelines, replicas)
     return [PipelineRow(p, [s for s in stages if s.pipeline.name == p.name]) for p in pipelines]
+
+
+def edge_rows(pipelines: Iterable[pipeline_pb2.Pipeline], replicas: Iterable[types_pb2.Replica]) -> list[EdgeRow]:
+    """Every edge of every plan, in order, with the replicas at its ends."""
+    by_stage: dict[tuple[str, int], list[types_pb2.Replica]] = {}
+    for replica in replicas:
+        by_stage.setdefault((replica.ref.stage.pipeline, replica.ref.stage.stage_id), []).append(replica)
+    return [
+        EdgeRow(
+            pipeline,
+            edge,
+            by_stage.get((pipeline.name, edge.from_stage), ()),
+            by_stage.get((pipeline.name, edge.to_stage), ()),
+        )
+        for pipeline in pipelines
+        for edge in sorted(pipeline.edges, key=lambda edge: (edge.from_stage, edge.to_stage))
+    ]
 
 
 def replica_name(ref: types_pb2.ReplicaRef) -> str:
@@ -149,6 +225,7 @@ def stage_columns() -> list[Column[StageRow]]:
         Column("ENGINE", lambda s: s.stage.engine),
         Column("NEXT", _next_stages),
         Column("OUTPUT", lambda s: s.stage.final_output_type if s.stage.final_output else ""),
+        Column("POLICY", lambda s: s.stage.balancing_policy, wide=True),
         Column("MODEL", lambda s: s.stage.model, wide=True),
         Column("TP", lambda s: str(s.stage.tensor_parallel_size), wide=True),
         Column("DEVICES", lambda s: ",".join(s.stage.devices), wide=True),
@@ -168,6 +245,36 @@ def pipeline_columns() -> list[Column[PipelineRow]]:
         Column("GENERATION", lambda p: str(p.pipeline.generation)),
         Column("STAGES", lambda p: ",".join(s.name for s in p.pipeline.stages), wide=True),
         Column("SOURCE", lambda p: p.pipeline.source_sha256[:12], wide=True),
+    ]
+
+
+def policy_columns() -> list[Column[PolicyRow]]:
+    """Columns of ``get policies``."""
+    return [
+        Column("STAGE", lambda s: s.name),
+        Column("NAME", lambda s: s.stage.name),
+        Column("POLICY", lambda s: s.stage.balancing_policy),
+    ]
+
+
+def edge_columns() -> list[Column[EdgeRow]]:
+    """Columns of ``get edges``."""
+
+    def end(row: EdgeRow, stage_id: int) -> str:
+        return next((s.name for s in row.pipeline.stages if s.stage_id == stage_id), str(stage_id))
+
+    def chunk(row: EdgeRow) -> str:
+        return pipeline_pb2.ChunkBy.Name(row.edge.chunk_by).removeprefix("CHUNK_BY_").lower()
+
+    return [
+        Column("EDGE", lambda e: e.name),
+        Column("FROM", lambda e: end(e, e.edge.from_stage)),
+        Column("TO", lambda e: end(e, e.edge.to_stage)),
+        Column("CHUNKS", chunk),
+        Column("WINDOW", lambda e: "-" if e.edge.window_size < 0 else str(e.edge.window_size)),
+        Column("CONNECTOR", lambda e: e.edge.connector or "auto"),
+        Column("PAIRS", lambda e: ",".join(f"{name}:{n}" for name, n in e.connectors().items())),
+        Column("INFLIGHT", lambda e: str(e.edge.max_inflight or "-"), wide=True),
     ]
 
 

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import enum
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from typing import Any
 
-import grpc
-import grpc.aio
-
 from omni.v1 import pipeline_pb2, pipeline_service_pb2, registry_service_pb2, types_pb2
-from omnicore import errors
-from omnicore.backoff import Backoff
 from omnicore.clock import SYSTEM_CLOCK, Clock
 from omnictl import connect
 from omnictl.settings import Settings
+from omnictl.streams import Note, responses
 from omnictl.tasks import together
 
-# A control plane that restarts is back within this; beyond it, the operator should know that nothing is followed.
-GIVE_UP_AFTER_S = 60.0
-
 Key = tuple[str, int, int]
-Note = Callable[[str], None]
 
 
 class Kind(enum.Enum):
@@ -121,7 +112,7 @@ async def follow_cluster(
     """Call ``on_change`` with the state, first when it is complete and then after every change. Never returns.
 
     ``pipeline`` limits the replicas followed; empty follows all. ``note`` gets a line when a stream broke and when it
-    goes on. Raises the error of a stream that cannot be opened at first, or not again for ``GIVE_UP_AFTER_S``.
+    goes on. Raises as ``streams.responses``.
     """
     plans, replicas = PlanState(), ReplicaState()
     early: list[Change] = []
@@ -140,8 +131,8 @@ async def follow_cluster(
             )
 
         # Only the other stream reports breaks: both break together, and one line is enough.
-        async with contextlib.aclosing(_responses(settings, begin, lambda _: None, clock)) as responses:
-            async for response in responses:
+        async with contextlib.aclosing(responses(settings, begin, note=lambda _: None, clock=clock)) as stream:
+            async for response in stream:
                 first = not plans.complete
                 if plans.apply(response) or first:
                     changed([])
@@ -154,42 +145,11 @@ async def follow_cluster(
                 )
             )
 
-        async with contextlib.aclosing(_responses(settings, begin, tell, clock)) as responses:
-            async for response in responses:
+        async with contextlib.aclosing(responses(settings, begin, note=tell, clock=clock)) as stream:
+            async for response in stream:
                 first = not replicas.complete
                 changes = replicas.apply(response)
                 if changes or first:
                     changed(changes)
 
     await together(follow_plans(), follow_replicas())
-
-
-async def _responses(
-    settings: Settings, begin: Callable[[connect.ControlPlane], Any], note: Note, clock: Clock
-) -> AsyncGenerator[Any, None]:
-    """Responses of the stream that ``begin`` opens, at whichever control plane answers, over any number of breaks."""
-    backoff = Backoff(initial_s=0.2, max_s=3.0)
-    begun = False
-    lost_at: float | None = None
-    while True:
-        try:
-            async with connect.control_plane(settings) as plane:
-                async for response in begin(plane):
-                    if lost_at is not None:
-                        note(f"following again, at {plane.address}")
-                    begun, lost_at = True, None
-                    backoff.reset()
-                    yield response
-            failure: errors.OmniError = errors.UnavailableError("the control plane ended the stream")
-        except grpc.aio.AioRpcError as error:
-            failure = connect.reachable_error(error, "control plane")
-        except errors.UnavailableError as error:
-            failure = error
-        if not begun or not isinstance(failure, errors.UnavailableError):
-            raise failure
-        if lost_at is None:
-            lost_at = clock.monotonic()
-            note(f"{failure.message}; trying again")
-        elif clock.monotonic() - lost_at > GIVE_UP_AFTER_S:
-            raise failure
-        await asyncio.sleep(backoff.next_delay_s())

@@ -5,13 +5,19 @@ from __future__ import annotations
 from omnictl.commands import (
     apply,
     chat,
+    collective,
     completion,
+    context,
     delete,
     describe,
     down,
+    etcd,
     get,
+    policy,
     replica,
+    restart,
     status,
+    top,
     up,
     validate,
     version,
@@ -21,16 +27,21 @@ from omnictl.parser import Group, Parser
 
 _GROUPS = (
     Group("Run a cluster on this machine", ("up", "down")),
-    Group("Look", ("status", "get", "describe")),
-    Group("Change pipelines", ("validate", "apply", "delete")),
-    Group("Change replicas", ("cordon", "uncordon", "drain", "evict")),
+    Group("Look", ("status", "get", "describe", "top", "watch", "etcd")),
+    Group("Change pipelines", ("validate", "apply", "delete", "policy")),
+    Group("Change replicas", ("cordon", "uncordon", "drain", "evict", "restart")),
+    Group("Call engines", ("sleep", "wake", "profile", "reset-cache")),
     Group("Use", ("chat",)),
-    Group("Other", ("version", "completion")),
+    Group("Other", ("context", "version", "completion")),
+)
+_MODULES = (
+    *(up, down, status, get, describe, top, etcd, validate, apply, delete, policy, replica, restart, collective),
+    *(chat, context, version, completion),
 )
 _NOTES = """\
-Addresses come from flags, else environment variables, else the context file that "omnictl up" writes
-(~/.config/omnictl/context.json, or $OMNICTL_CONTEXT). Exit codes: 0 done, 2 wrong input, 4 not found,
-5 conflict or wrong state, 6 unavailable or too slow, 130 interrupted."""
+Addresses and credentials come from flags, else environment variables, else the current context (see
+"omnictl context"), which "omnictl up" sets. Exit codes: 0 done, 1 internal error, 2 wrong input, 3 not allowed,
+4 not found, 5 conflict or wrong state, 6 unavailable or too slow, 7 not implemented, 130 interrupted."""
 
 
 def build_parser() -> Parser:
@@ -44,11 +55,13 @@ def build_parser() -> Parser:
             'omnictl chat speech "Why is the sky blue?" --audio answer.wav',
             "# who serves what, and follow it",
             "omnictl get replicas --watch",
+            "# a new version of one stage, without a failed request",
+            "omnictl restart speech/talker",
         ),
         groups=_GROUPS,
         notes=_NOTES,
     )
     commands = Commands(root)
-    for module in (up, down, status, get, describe, validate, apply, delete, replica, chat, version, completion):
+    for module in _MODULES:
         module.add(commands)
     return root

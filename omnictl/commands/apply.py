@@ -9,6 +9,7 @@ from omni.v1 import pipeline_service_pb2
 from omnicore.errors import InvalidRequestError
 from omnictl import connect, failures, output
 from omnictl.commands.base import (
+    ACTION_FORMATS,
     Commands,
     add_deploy_flags,
     add_output_flag,
@@ -33,7 +34,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("-f", "--file", metavar="FILE", required=True, help='deploy file (YAML); "-" reads stdin')
     add_deploy_flags(parser)
-    add_output_flag(parser, ("text", "json", "yaml", "name"))
+    add_output_flag(parser, ACTION_FORMATS)
 
 
 async def _run(args: argparse.Namespace) -> int:

@@ -16,17 +16,29 @@ from omnictl.settings import Settings, resolve
 
 Run = Callable[[argparse.Namespace], Awaitable[int]]
 
+ACTION_FORMATS = ("text", "json", "yaml", "name")
+"""``-o`` of commands that change something."""
+
 # The control plane refuses more (ApplyPipelineRequest.deploy_yaml).
 _MAX_DEPLOY_BYTES = 1024 * 1024
 
 
-class Commands:
-    """The place where command modules add themselves."""
+_GLOBAL_LINE = """\
+Global flags (--server, --gateway, --context, --timeout, --tls-ca, …) work with every command: see "omnictl --help"."""
 
-    def __init__(self, root: Parser) -> None:
+
+class Commands:
+    """The place where command modules add themselves: the root, or a command that has commands of its own."""
+
+    def __init__(self, root: Parser, group: Parser | None = None, prefix: str = "") -> None:
+        """``group``: the parser of the command whose commands these are, if not the root; ``prefix``: its name and a
+        space."""
         self.root = root
-        self._subparsers = root.add_subparsers(metavar="COMMAND", parser_class=Parser)
-        _add_global_flags(root, default=None)
+        self._prefix = prefix
+        parser = group or root
+        self._subparsers = parser.add_subparsers(metavar="COMMAND", parser_class=Parser)
+        # SUPPRESS: an absent flag must not undo one that came before the command's name.
+        _add_global_flags(parser, default=argparse.SUPPRESS if group else None, shown=group is None)
 
     def add(
         self,
@@ -38,33 +50,50 @@ class Commands:
         notes: str = "",
         connects: bool = True,
     ) -> Parser:
-        """A new command. Global flags work before and after its name; ``connects``: its help lists them."""
+        """A new command. Global flags work before and after its name; ``connects``: its help mentions them. A name that
+        begins with "__" is for scripts of ours: help does not list it."""
+        full = f"{self._prefix}{name}"
+        parser: Parser = self._subparsers.add_parser(
+            name,
+            prog=f"omnictl {full}",
+            description=description,
+            examples=examples,
+            notes=notes,
+            global_flags=_GLOBAL_LINE if connects else "",
+        )
+        parser.set_defaults(run=run, command=full)
+        _add_global_flags(parser, default=argparse.SUPPRESS, shown=False)
+        return parser
+
+    def group(self, name: str, *, description: str, examples: Sequence[str] = (), notes: str = "") -> Commands:
+        """A command that has commands of its own; by itself it prints its help."""
         parser: Parser = self._subparsers.add_parser(
             name, prog=f"omnictl {name}", description=description, examples=examples, notes=notes
         )
-        parser.set_defaults(run=run, command=name)
-        # SUPPRESS: an absent flag must not undo one that came before the command's name.
-        _add_global_flags(parser, default=argparse.SUPPRESS, shown=connects)
-        return parser
+        parser.set_defaults(group=parser)
+        return Commands(self.root, parser, f"{name} ")
 
 
 def _add_global_flags(parser: Parser, default: Any, *, shown: bool = True) -> None:
     flags = parser.add_argument_group("Global flags")
 
-    def text(help_text: str) -> str:
-        return help_text if shown else argparse.SUPPRESS
+    def add(flag: str, metavar: str, help_text: str) -> None:
+        flags.add_argument(flag, metavar=metavar, default=default, help=help_text if shown else argparse.SUPPRESS)
 
+    add("--server", "ADDR[,ADDR]", "control planes, host:port [OMNICTL_SERVER]")
+    add("--gateway", "ADDR[,ADDR]", "gateways, gRPC host:port [OMNICTL_GATEWAY]")
+    add("--context", "NAME", "use this context of the context file [OMNICTL_CONTEXT_NAME]")
+    add("--timeout", "DURATION", "for one call, such as 10s or 2m (default 10s) [OMNICTL_TIMEOUT]")
+    add("--tls-ca", "FILE", "PEM of the authorities that sign the cluster's certificates [OMNICTL_TLS_CA]")
+    add("--tls-cert", "FILE", "PEM of your certificate [OMNICTL_TLS_CERT]")
+    add("--tls-key", "FILE", "PEM of its private key [OMNICTL_TLS_KEY]")
+    add("--tls-domain", "DOMAIN", "of the names in certificates (default omniplane.internal) [OMNICTL_TLS_DOMAIN]")
+    add("--token-file", "FILE", "file with an administrator's token [OMNICTL_TOKEN_FILE]")
     flags.add_argument(
-        "--server", metavar="ADDR[,ADDR]", default=default, help=text("control planes, host:port [OMNICTL_SERVER]")
-    )
-    flags.add_argument(
-        "--gateway", metavar="ADDR[,ADDR]", default=default, help=text("gateways, gRPC host:port [OMNICTL_GATEWAY]")
-    )
-    flags.add_argument(
-        "--timeout",
-        metavar="DURATION",
+        "--insecure",
+        action="store_true",
         default=default,
-        help=text("for one call, such as 10s or 2m (default 10s) [OMNICTL_TIMEOUT]"),
+        help="speak plaintext beyond this machine, too [OMNICTL_INSECURE]" if shown else argparse.SUPPRESS,
     )
 
 

@@ -30,6 +30,7 @@ def add(commands: Commands) -> None:
         notes="The answer goes to standard output, a line with its timings to standard error.",
     )
     parser.add_argument("pipeline", metavar="PIPELINE", help="who to ask")
+    parser.completes["pipeline"] = "pipeline"
     parser.add_argument("text", metavar="TEXT", help='what to ask; "-" reads standard input')
     add_question_flags(parser)
     add_output_flag(parser, ("text", "json"))

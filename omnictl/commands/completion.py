@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 
-from omnictl.commands.base import Commands
+from omnictl import candidates
+from omnictl.commands.base import Commands, settings_of
 from omnictl.parser import Parser
 
 
 def add(commands: Commands) -> None:
-    """Add ``completion``."""
+    """Add ``completion``, and what its scripts call."""
     root = commands.root
     parser = commands.add(
         "completion",
@@ -21,9 +23,13 @@ def add(commands: Commands) -> None:
             "# for good",
             "omnictl completion zsh > ~/.zfunc/_omnictl",
         ),
+        notes="It knows commands, flags and their values, and asks the cluster for pipelines, stages and replicas.",
         connects=False,
     )
     parser.add_argument("shell", metavar="SHELL", choices=("bash", "zsh"), help="bash or zsh")
+    asked = commands.add("__complete", _complete, description="Print names that complete a word.", connects=False)
+    asked.add_argument("kind", metavar="KIND", help="what the word is")
+    asked.add_argument("words", metavar="WORD", nargs="*", help="the words before it, then itself")
 
 
 async def _run(args: argparse.Namespace, root: Parser) -> int:
@@ -31,45 +37,134 @@ async def _run(args: argparse.Namespace, root: Parser) -> int:
     return 0
 
 
+async def _complete(args: argparse.Namespace) -> int:
+    # Whatever goes wrong: a shell has no place for it.
+    for name in await candidates.find(settings_of(args), args.kind, [word for word in args.words if word != "--"]):
+        print(name)
+    return 0
+
+
 def script(shell: str, root: Parser) -> str:
     """The completion script of ``root`` for ``shell``, "bash" or "zsh"."""
-    commands = root.commands()
-    cases = []
-    for name, parser in commands.items():
-        words = [*parser.flags(), *sorted({f for f in root.flags() if f not in parser.flags()})]
-        first = " ".join(parser.positional_choices())
-        cases.append(f'    {name}) flags="{" ".join(sorted(set(words)))}"; first="{first}" ;;')
-    body = _BASH.replace("@COMMANDS@", " ".join(commands)).replace("@CASES@", "\n".join(cases))
+    entries = _entries("", root)
+    cases = "\n".join(
+        f"    {entry.path!r}) cmds={_words(entry.commands)}; flags={_words(entry.flags)}; "
+        f"values={_words(entry.with_value)}; args={_words(entry.arguments)} ;;"
+        for entry in entries
+    )
+    choices = "\n".join(f"    {path!r}) words={_words(words)} ;;" for path, words in _choices(entries))
+    body = _BASH.replace("@CASES@", cases).replace("@CHOICES@", choices)
     if shell == "zsh":
         return f"#compdef omnictl\nautoload -U +X bashcompinit && bashcompinit\n{body}"
     return body
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Entry:
+    path: str
+    """The command, "etcd ls"; empty: omnictl itself."""
+    commands: list[str]
+    flags: list[str]
+    with_value: list[str]
+    """Flags that a value follows."""
+    arguments: list[str]
+    """What each argument is: "=WORD=WORD" is one of these words, "kind" asks ``__complete``; "+" at the end: and so
+    on."""
+    flag_choices: dict[str, list[str]]
+
+
+def _entries(path: str, parser: Parser) -> list[_Entry]:
+    arguments = []
+    for positional in parser.positionals():
+        text = "=".join(["", *positional.choices]) if positional.choices else positional.completes or "file"
+        arguments.append(f"{text}+" if positional.repeats else text)
+    inner = parser.commands()
+    entry = _Entry(path, sorted(inner), parser.flags(), parser.flags_with_value(), arguments, parser.flag_choices())
+    nested = [e for name, command in inner.items() for e in _entries(f"{path} {name}".strip(), command)]
+    return [entry, *nested]
+
+
+def _choices(entries: list[_Entry]) -> list[tuple[str, list[str]]]:
+    return [(f"{e.path} {flag}".strip(), words) for e in entries for flag, words in e.flag_choices.items()]
+
+
+def _words(words: list[str]) -> str:
+    return f'"{" ".join(words)}"'
+
+
 _BASH = r"""# omnictl completion
-_omnictl() {
-  local cur="${COMP_WORDS[COMP_CWORD]}" prev="${COMP_WORDS[COMP_CWORD-1]}" flags="" first="" command="" i
-  COMPREPLY=()
-  for ((i = 1; i < COMP_CWORD; i++)); do
-    case "${COMP_WORDS[i]}" in
-      --server|--gateway|--timeout) ((i++)) ;;
-      -*) ;;
-      *) command="${COMP_WORDS[i]}"; break ;;
-    esac
-  done
-  if [[ -z "$command" ]]; then
-    COMPREPLY=($(compgen -W "@COMMANDS@ --server --gateway --timeout --help" -- "$cur"))
-    return
-  fi
-  case "$command" in
+_omnictl_command() {
+  case "$1" in
 @CASES@
+    *) return 1 ;;
   esac
+}
+_omnictl_choices() {
+  words=""
+  case "$1" in
+@CHOICES@
+  esac
+}
+_omnictl() {
+  local cur="${COMP_WORDS[COMP_CWORD]}" path="" word words="" cmds flags values args i kind
+  local -a given=() kinds=() asked=()
+  COMPREPLY=()
+  _omnictl_command ""
+  for ((i = 1; i < COMP_CWORD; i++)); do
+    word="${COMP_WORDS[i]}"
+    if [[ "$word" == -* ]]; then
+      if [[ " $values " == *" $word "* ]]; then
+        if ((i + 1 == COMP_CWORD)); then
+          _omnictl_choices "${path:+$path }$word"
+          case "$word" in
+            --context) words="$(omnictl __complete context -- "$cur" 2>/dev/null)" ;;
+            --stage) words="$(omnictl __complete stage-of -- "${given[@]}" "$cur" 2>/dev/null)" ;;
+          esac
+          if [[ -n "$words" ]]; then
+            COMPREPLY=($(compgen -W "$words" -- "$cur"))
+          else
+            COMPREPLY=($(compgen -f -- "$cur"))
+          fi
+          return
+        fi
+        case "$word" in
+          --server | --gateway | --context | --tls-* | --token-file) asked+=("$word" "${COMP_WORDS[i + 1]}") ;;
+        esac
+        ((i++))
+      fi
+    elif [[ " $cmds " == *" $word "* ]]; then
+      path="${path:+$path }$word"
+      _omnictl_command "$path"
+    else
+      given+=("$word")
+    fi
+  done
   if [[ "$cur" == -* ]]; then
     COMPREPLY=($(compgen -W "$flags" -- "$cur"))
-  elif [[ "$prev" == "$command" && -n "$first" ]]; then
-    COMPREPLY=($(compgen -W "$first" -- "$cur"))
-  else
-    COMPREPLY=($(compgen -f -- "$cur"))
+    return
   fi
+  if [[ -n "$cmds" ]]; then
+    COMPREPLY=($(compgen -W "$cmds" -- "$cur"))
+    return
+  fi
+  read -r -a kinds <<< "$args"
+  kind="${kinds[${#given[@]}]}"
+  if [[ -z "$kind" && ${#kinds[@]} -gt 0 && "${kinds[${#kinds[@]} - 1]}" == *+ ]]; then
+    kind="${kinds[${#kinds[@]} - 1]}"
+  fi
+  kind="${kind%+}"
+  case "$kind" in
+    "") ;;
+    file) COMPREPLY=($(compgen -f -- "$cur")) ;;
+    =*) COMPREPLY=($(compgen -W "${kind//=/ }" -- "$cur")) ;;
+    *)
+      words="$(omnictl "${asked[@]}" __complete "$kind" -- "${given[@]}" "$cur" 2>/dev/null)"
+      COMPREPLY=($(compgen -W "$words" -- "$cur"))
+      if [[ ${#COMPREPLY[@]} -eq 1 && "${COMPREPLY[0]}" == */ ]]; then
+        compopt -o nospace 2>/dev/null
+      fi
+      ;;
+  esac
 }
 complete -o filenames -F _omnictl omnictl
 """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from omni.v1 import pipeline_service_pb2
-from omnictl import connect
-from omnictl.commands.base import Commands, settings_of
+from omnictl import connect, output
+from omnictl.commands.base import ACTION_FORMATS, Commands, add_output_flag, settings_of
 
 
 def add(commands: Commands) -> None:
@@ -15,16 +15,25 @@ def add(commands: Commands) -> None:
         "delete",
         _run,
         description="Delete pipelines. Their replicas are told to drain.",
-        examples=("omnictl delete pipeline speech",),
+        examples=("omnictl delete pipeline speech", "omnictl delete pipeline trial other -o name"),
+        notes="Names are looked up first: if one is unknown, none is deleted.",
     )
     parser.add_argument("kind", metavar="KIND", choices=("pipeline", "pipelines", "pl"), help="pipeline")
     parser.add_argument("names", metavar="NAME", nargs="+", help="pipeline name")
+    parser.completes["names"] = "pipeline"
+    add_output_flag(parser, ACTION_FORMATS)
 
 
 async def _run(args: argparse.Namespace) -> int:
+    report = output.Report(args.output)
     async with connect.control_plane(settings_of(args)) as plane:
         for name in args.names:
-            request = pipeline_service_pb2.DeletePipelineRequest(name=name, request_id=connect.request_id())
-            await plane.call(plane.pipelines.DeletePipeline, request)
-            print(f"pipeline {name} deleted", flush=True)
+            await plane.get_pipeline(name)
+        try:
+            for name in args.names:
+                request = pipeline_service_pb2.DeletePipelineRequest(name=name, request_id=connect.request_id())
+                answer = await plane.call(plane.pipelines.DeletePipeline, request)
+                report.done(name if args.output == "name" else f"pipeline {name}", "deleted", output.to_dict(answer))
+        finally:
+            report.end()
     return 0

@@ -9,9 +9,9 @@ import os
 import signal
 from pathlib import Path
 
-from omnicore.errors import DeadlineExceededError, FailedPreconditionError
+from omnicore.errors import DeadlineExceededError, FailedPreconditionError, NotFoundError
 from omnictl import context
-from omnictl.commands.base import Commands, settings_of
+from omnictl.commands.base import Commands
 from omnictl.settings import seconds
 
 _POLL_S = 0.1
@@ -23,7 +23,7 @@ def add(commands: Commands) -> None:
         "down",
         _run,
         description="Stop the cluster that 'omnictl up' runs on this machine.",
-        examples=("omnictl down",),
+        examples=("omnictl down", "# one of several", "omnictl down --context local-2"),
         notes="Requests may finish, as after Ctrl-C. It is not an error if nothing runs.",
         connects=False,
     )
@@ -32,16 +32,16 @@ def add(commands: Commands) -> None:
 
 async def _run(args: argparse.Namespace) -> int:
     wait_s = seconds(args.wait, "--wait")
-    settings = settings_of(args)
-    found = settings.context
+    path = context.context_path(os.environ)
+    name, found = _chosen(context.load(path), getattr(args, "context", None) or "", path)
     if found is None:
         print("no cluster of 'omnictl up' runs here")
         return 0
     if found.pid <= 0 or not _is_omnictl(found.pid):
         raise FailedPreconditionError(
-            f"{settings.context_path} does not describe a cluster of 'omnictl up'",
+            f"context {name!r} of {path} does not describe a cluster of 'omnictl up'",
             reason="NOT_OURS",
-            metadata={"hint": f"if it is out of date, remove {settings.context_path}"},
+            metadata={"hint": f"if it is out of date, remove it with 'omnictl context delete {name}'"},
         )
     with contextlib.suppress(ProcessLookupError):
         os.kill(found.pid, signal.SIGTERM)
@@ -56,6 +56,26 @@ async def _run(args: argparse.Namespace) -> int:
         ) from None
     print(f"stopped {found.pipeline or 'the cluster'}")
     return 0
+
+
+def _chosen(known: context.Contexts, wanted: str, path: Path) -> tuple[str, context.Context | None]:
+    """The context that is meant: by name, else the current one if it is of a cluster here, else the only one that is.
+    Raises ``NotFoundError`` for an unknown name and ``FailedPreconditionError`` where several could be meant."""
+    if wanted:
+        if wanted not in known.contexts:
+            names = ", ".join(sorted(known.contexts)) or "none"
+            raise NotFoundError(f"no context {wanted!r} in {path}; it has: {names}", reason="CONTEXT_NOT_FOUND")
+        return wanted, known.contexts[wanted]
+    here = {name: found for name, found in known.contexts.items() if found.pid and context.owner_lives(found)}
+    if known.current in here:
+        return known.current, here[known.current]
+    if len(here) > 1:
+        raise FailedPreconditionError(
+            f"several clusters run here: {', '.join(sorted(here))}",
+            reason="AMBIGUOUS",
+            metadata={"hint": "choose one with --context"},
+        )
+    return next(iter(here.items()), ("", None))
 
 
 def _is_omnictl(pid: int) -> bool:

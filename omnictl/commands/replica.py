@@ -12,12 +12,15 @@ from typing import Any
 from omni.v1 import admin_service_pb2, types_pb2
 from omnicore.durations import to_duration
 from omnicore.errors import DeadlineExceededError
-from omnictl import connect, refs, rows
-from omnictl.commands.base import Commands, settings_of
+from omnictl import connect, output, refs, rows
+from omnictl.commands.base import ACTION_FORMATS, Commands, add_output_flag, settings_of
 from omnictl.parser import usage_error
 from omnictl.settings import seconds
 
 _POLL_S = 0.3
+# How long --wait waits beyond the deadline that the requests got, and in all if they got none.
+_LEAVE_S = 30.0
+_WAIT_S = 300.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class _Verb:
     method: Callable[[connect.ControlPlane], Any]
     request: Callable[[types_pb2.ReplicaRef, argparse.Namespace], Any]
     done: str
+    examples: tuple[str, ...] = ()
     notes: str = ""
 
 
@@ -72,7 +76,15 @@ _VERBS = (
         lambda plane: plane.admin.DrainReplica,
         _drain,
         "draining",
-        notes="Returns once the replicas are marked; --wait returns once they are gone.",
+        examples=(
+            "# for maintenance: no request is cut off unless it takes longer than two minutes",
+            "omnictl drain speech/talker/0 --deadline 2m --wait --reason 'new disk'",
+        ),
+        notes=(
+            "Returns once the replicas are marked; with --wait once they are gone, or with exit code 6 if that takes\n"
+            "too long. A drained process never comes back, and its launcher does not start another: to have a new one\n"
+            "in its place, use 'omnictl restart'."
+        ),
     ),
     _Verb(
         "evict",
@@ -80,6 +92,10 @@ _VERBS = (
         lambda plane: plane.admin.EvictReplica,
         _evict,
         "evicted",
+        notes=(
+            "The process is told to stop and cannot register again. It is for replicas that hang or answer wrongly;\n"
+            "'omnictl drain' lets requests finish."
+        ),
     ),
 )
 
@@ -95,38 +111,66 @@ def add(commands: Commands) -> None:
                 f"omnictl {verb.name} speech/talker/0",
                 "# several at once, stages by id",
                 f"omnictl {verb.name} speech/1/0 speech/1/1",
+                *verb.examples,
             ),
             notes=verb.notes,
         )
         parser.add_argument(
             "replicas", metavar="REPLICA", nargs="+", help="PIPELINE/STAGE/REPLICA, as 'omnictl get replicas' shows it"
         )
+        parser.completes["replicas"] = "replica"
         parser.add_argument("--epoch", metavar="N", help="only if the replica still has this epoch")
         if verb.name != "uncordon":
             parser.add_argument("--reason", metavar="TEXT", default="", help="for the logs")
         if verb.name == "drain":
-            parser.add_argument("--deadline", metavar="DURATION", help="requests may take this long, such as 30s")
             parser.add_argument(
-                "--wait", metavar="DURATION", help="wait until the replicas are gone, at most this long"
+                "--deadline",
+                metavar="DURATION",
+                help="requests may take this long, such as 30s; then they are ended (default: the worker's own limit)",
             )
+            parser.add_argument("--wait", action="store_true", help="return once the replicas are gone")
+            parser.add_argument(
+                "--wait-timeout",
+                metavar="DURATION",
+                help="with --wait: give up after this long (default: 30s after the deadline, or 5m)",
+            )
+        add_output_flag(parser, ACTION_FORMATS)
 
 
 async def _run(verb: _Verb, args: argparse.Namespace) -> int:
     settings = settings_of(args)
     selectors = [refs.parse_replica(text) for text in args.replicas]
-    epoch = _epoch(verb.name, args.epoch)
+    epoch = 0
+    if args.epoch is not None:
+        epoch = output.whole_number(args.epoch, "--epoch", f"omnictl {verb.name}", high=2**64 - 1)
     if epoch and len(selectors) > 1:
         raise usage_error("--epoch: goes with one REPLICA only", f"omnictl {verb.name}")
-    wait_s = seconds(args.wait, "--wait") if getattr(args, "wait", None) else None
+    wait_s = _wait_s(args) if verb.name == "drain" else None
+    report = output.Report(args.output)
     async with connect.control_plane(settings) as plane:
         # All names are resolved before anything is changed.
         found = [await _resolve(plane, selector, epoch) for selector in selectors]
-        for ref in found:
-            await plane.call(verb.method(plane), verb.request(ref, args))
-            print(f"{rows.replica_name(ref)} {verb.done}", flush=True)
-        if wait_s is not None:
-            await _wait_until_gone(plane, found, wait_s)
+        # Claims, not ids: a successor that takes a drained replica's id meanwhile is another one.
+        claims = await _claims(plane, found) if wait_s is not None else {}
+        try:
+            for ref in found:
+                response = await plane.call(verb.method(plane), verb.request(ref, args))
+                report.done(rows.replica_name(ref), verb.done, output.to_dict(response))
+            if wait_s is not None:
+                await _wait_until_gone(plane, claims, wait_s, report)
+        finally:
+            report.end()  # what was done before an error is said, too
     return 0
+
+
+def _wait_s(args: argparse.Namespace) -> float | None:
+    if not args.wait:
+        if args.wait_timeout is not None:
+            raise usage_error("--wait-timeout: goes with --wait", "omnictl drain")
+        return None
+    if args.wait_timeout is not None:
+        return seconds(args.wait_timeout, "--wait-timeout")
+    return seconds(args.deadline, "--deadline") + _LEAVE_S if args.deadline is not None else _WAIT_S
 
 
 async def _resolve(plane: connect.ControlPlane, selector: refs.Selector, epoch: int) -> types_pb2.ReplicaRef:
@@ -138,31 +182,33 @@ async def _resolve(plane: connect.ControlPlane, selector: refs.Selector, epoch: 
     )
 
 
-def _epoch(command: str, text: str | None) -> int:
-    if text is None:
-        return 0
-    if not (text.isascii() and text.isdecimal() and 0 < int(text) < 2**64):
-        raise usage_error(f"--epoch: must be a whole number above 0, got {text!r}", f"omnictl {command}")
-    return int(text)
+async def _claims(plane: connect.ControlPlane, chosen: list[types_pb2.ReplicaRef]) -> dict[str, int]:
+    """The epochs under which ``chosen`` are held, by name."""
+    held = {rows.replica_name(r.ref): r.ref.epoch for r in (await plane.list_replicas()).replicas}
+    return {name: held[name] for ref in chosen if (name := rows.replica_name(ref)) in held}
 
 
-async def _wait_until_gone(plane: connect.ControlPlane, leaving: list[types_pb2.ReplicaRef], timeout_s: float) -> None:
-    """Poll until none of the claims is held any more. Another instance that took an id meanwhile does not count."""
-    before = {rows.replica_name(r.ref): r.ref.epoch for r in (await plane.list_replicas()).replicas}
-    waiting = {rows.replica_name(ref): before.get(rows.replica_name(ref)) for ref in leaving}
+async def _wait_until_gone(
+    plane: connect.ControlPlane, claims: dict[str, int], timeout_s: float, report: output.Report
+) -> None:
+    """Poll until none of ``claims`` is held any more."""
+    waiting = dict(claims)
     try:
         async with asyncio.timeout(timeout_s):
-            while waiting:
+            while True:
                 held = {rows.replica_name(r.ref): r.ref.epoch for r in (await plane.list_replicas()).replicas}
-                for name in [name for name, epoch in waiting.items() if held.get(name) != epoch or epoch is None]:
+                for name in [name for name, epoch in waiting.items() if held.get(name) != epoch]:
                     del waiting[name]
-                    print(f"{name} gone", flush=True)
-                if waiting:
-                    await asyncio.sleep(_POLL_S)
+                    report.done(name, "gone")
+                if not waiting:
+                    return
+                await asyncio.sleep(_POLL_S)
     except TimeoutError:
         names = ", ".join(waiting)
         raise DeadlineExceededError(
             f"still there after {timeout_s:g} s: {names}",
             reason="STILL_DRAINING",
-            metadata={"hint": "wait longer with --wait, or remove them with 'omnictl evict'"},
+            metadata={
+                "hint": "they go on draining; wait longer with --wait-timeout, or remove them with 'omnictl evict'"
+            },
         ) from None

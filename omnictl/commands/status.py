@@ -43,16 +43,17 @@ def add(commands: Commands) -> None:
         examples=("omnictl status", "# wait until it serves", "until omnictl status > /dev/null; do sleep 1; done"),
         notes="Exit code 0 if everything can serve, 6 if not.",
     )
-    add_output_flag(parser, ("text", "json"))
+    add_output_flag(parser, ("text", "json", "yaml"))
 
 
 async def _run(args: argparse.Namespace) -> int:
     settings = settings_of(args)
     (address, cluster), gateway = await together(_cluster(settings), _gateway(settings))
     serves = cluster.store_healthy and gateway.ready and all(stage.routable > 0 for stage in cluster.stages)
-    if args.output == "json":
+    if args.output in ("json", "yaml"):
         control_plane = {"address": address, **output.to_dict(cluster)}
-        output.print_json({"serving": serves, "control_plane": control_plane, "gateway": gateway.to_json()})
+        value = {"serving": serves, "control_plane": control_plane, "gateway": gateway.to_json()}
+        output.print_structured(value, args.output)
     else:
         print(_text(address, cluster, gateway))
     return 0 if serves else UnavailableError.row.exit_code
@@ -129,5 +130,6 @@ def _text(address: str, cluster: admin_service_pb2.GetClusterStatusResponse, gat
         Column("ROUTABLE", lambda s: str(s.routable)),
         Column("REGISTERED", lambda s: str(s.registered)),
         Column("PLANNED", lambda s: str(s.wanted)),
+        Column("POLICY", lambda s: s.balancing_policy),
     ]
     return "\n".join([*lines, "", output.table(columns, cluster.stages)])

@@ -14,7 +14,7 @@ from omnicore.errors import InvalidRequestError
 from omnicore.supervise.supervisor import Spec, Supervisor
 from omnictl import connect, output
 from omnictl.commands.apply import apply, request_of
-from omnictl.commands.base import Commands, add_deploy_flags, add_output_flag, file_label, settings_of
+from omnictl.commands.base import ACTION_FORMATS, Commands, add_deploy_flags, add_output_flag, file_label, settings_of
 from omnictl.local.cluster import CONTROL_PLANE, connected
 from omnictl.settings import Settings
 
@@ -33,7 +33,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("files", metavar="FILE", nargs="+", help='deploy file (YAML); "-" reads standard input')
     add_deploy_flags(parser)
-    add_output_flag(parser, ("text", "json", "yaml"))
+    add_output_flag(parser, ACTION_FORMATS)
 
 
 async def _run(args: argparse.Namespace) -> int:
@@ -41,13 +41,17 @@ async def _run(args: argparse.Namespace) -> int:
     requests = [(file, request_of(args, file, validate_only=True)) for file in args.files]
     faulty = False
     async with _plane(settings) as plane:
-        for file, request in requests:
+        for i, (file, request) in enumerate(requests):
             response = await apply(plane, request, file_label(file))
             if response is None:
                 faulty = True
+            elif args.output == "name":
+                print(response.pipeline.name, flush=True)
             elif args.output == "text":
                 print(f"{file_label(file)}: ok ({_summary(response.pipeline)})", flush=True)
             else:
+                if i and args.output == "yaml":
+                    print("---")
                 output.print_structured(output.to_dict(response.pipeline), args.output)
     return InvalidRequestError.row.exit_code if faulty else 0
 

@@ -20,7 +20,7 @@ def add(commands: Commands) -> None:
         examples=("omnictl version", "omnictl version --client -o json"),
     )
     parser.add_argument("--client", action="store_true", help="only omnictl's own; needs no cluster")
-    add_output_flag(parser, ("text", "json"))
+    add_output_flag(parser, ("text", "json", "yaml"))
 
 
 async def _run(args: argparse.Namespace) -> int:
@@ -36,8 +36,8 @@ async def _run(args: argparse.Namespace) -> int:
         except OmniError as error:
             # The client's version is what most ask for, and needs no cluster.
             trouble = failures.one_line(error.message)
-    if args.output == "json":
-        output.print_json({"client": client, "server": server})
+    if args.output in ("json", "yaml"):
+        output.print_structured({"client": client, "server": server}, args.output)
     else:
         print(f"omnictl        {client}")
         if not args.client:

@@ -59,7 +59,8 @@ class System:
             if time.monotonic() > deadline:
                 pytest.fail(f"omnictl up was not ready within {timeout_s:g} s:\n{self.log()}")
             time.sleep(0.05)
-        self.context = json.loads(path.read_text())
+        value = json.loads(path.read_text())
+        self.context = value["contexts"][value["current"]]
 
     def log(self) -> str:
         """What ``omnictl up`` printed, then the last lines of every process of it."""

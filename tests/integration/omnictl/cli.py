@@ -61,6 +61,12 @@ class Cli:
             **(environ or {}),
         }
 
+    def known(self) -> dict[str, Any]:
+        """The current context."""
+        value = json.loads(self.context.read_text())
+        found: dict[str, Any] = value["contexts"][value["current"]]
+        return found
+
     def run(self, *argv: str, input: str | None = None, timeout_s: float = 40.0) -> Done:
         """Run to the end. A traceback on standard error fails the test, whatever the command was."""
         done = subprocess.run(

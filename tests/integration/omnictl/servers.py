@@ -89,6 +89,7 @@ def settings_for(*, server: int = 0, gateway: int = 0) -> Settings:
         gateway_http="",
         timeout_s=5.0,
         context_path=Path("/nonexistent"),
+        context_name="",
         context=None,
         stale_context=False,
     )

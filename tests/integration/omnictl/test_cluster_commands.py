@@ -87,14 +87,14 @@ def test_errors_have_a_line_a_hint_and_a_code(cluster: Cli, argv: list[str], cod
 
 
 def test_the_gateways_http_port_is_recognised(cluster: Cli) -> None:
-    http = json.loads(cluster.context.read_text())["gateway_http"].removeprefix("http://")
+    http = cluster.known()["gateway_http"].removeprefix("http://")
     done = cluster.run("chat", "speech", "hi", "--gateway", http)
     assert done.code == 6
-    assert "it does not speak gRPC: is that an HTTP port?" in done.err
+    assert "it does not speak gRPC in plaintext: is that an HTTP port" in done.err
 
 
 def test_any_of_several_servers_will_do(cluster: Cli) -> None:
-    real = json.loads(cluster.context.read_text())["server"]
+    real = cluster.known()["server"]
     assert "speech" in cluster.ok("get", "pipelines", "--server", f"127.0.0.1:1,{real}")
 
 
@@ -232,7 +232,7 @@ def slow_pipeline(cluster: Cli, tmp_path: Path) -> Iterator[str]:
         "    sim: {tpot_ms: 50, tokens: 1200}\n"
     )
     cluster.ok("apply", "-f", str(file))
-    server = json.loads(cluster.context.read_text())["server"]
+    server = cluster.known()["server"]
     worker = subprocess.Popen(
         [
             *(sys.executable, "-m", "omniplane", "stage-worker", "--pipeline", "slow", "--stage-id", "0"),

@@ -44,7 +44,7 @@ def test_ctrl_c_drains_and_leaves_nothing(cli: Cli, one_stage: str) -> None:
         assert "only-0           ready" in up.err
         addresses = json.loads(ready.read_bytes())
         assert addresses["pipeline"] == "one"
-        assert json.loads(cli.context.read_text())["server"] == addresses["control_plane"]
+        assert cli.known()["server"] == addresses["control_plane"]
         assert up.end(signal.SIGINT) == 0
         order = [line.split()[0] for line in up.err.splitlines() if " stopped " in line]
         assert order == ["only-0", "gateway", "control-plane", "etcd"]
