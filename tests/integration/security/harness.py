@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import pkgutil
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -13,8 +15,10 @@ import grpc.aio
 import omni.v1
 from omnicore import errors, rpc
 from omnicore.access import Role
+from omnicore.config import split_host_port
 from omnicore.security import Security
 from omnicore.tokens import TokenFile
+from tests.support.certificates import DevCerts
 
 
 def add_all(server: grpc.aio.Server) -> None:
@@ -70,3 +74,15 @@ async def outcome(channel: grpc.aio.Channel, method: str) -> errors.OmniError:
     except grpc.aio.AioRpcError as error:
         return errors.from_rpc_error(error)
     raise AssertionError("a server without methods answered")
+
+
+async def serial(address: str, certs: DevCerts, server_name: str) -> str:
+    """Of the certificate that the server at ``address`` shows now; it must be for ``server_name``."""
+    context = ssl.create_default_context(cafile=certs.path("ca.pem"))
+    context.load_cert_chain(certs.path("client.pem"), certs.path("client.key"))
+    host, port = split_host_port(address)
+    _, writer = await asyncio.open_connection(host, port, ssl=context, server_hostname=server_name)
+    try:
+        return str(writer.get_extra_info("peercert")["serialNumber"])
+    finally:
+        writer.close()

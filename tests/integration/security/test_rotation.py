@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
-import ssl
 from pathlib import Path
 
 import pytest
 
 from omnicore.access import Role
 from omnicore.clock import ManualClock
-from omnicore.config import split_host_port
 from omnicore.errors import UnauthenticatedError, UnavailableError, UnimplementedError
 from omnicore.security import Security
 from omnicore.tokens import TokenFile
 from stage_worker.channels import IDLE_S, PeerChannels
-from tests.integration.security.harness import outcome, serving
+from tests.integration.security.harness import outcome, serial, serving
 from tests.support.certificates import DevCerts
 
 READ = "RegistryService/ListReplicas"
+WORKER = "worker.omniplane.internal"
 
 
 @pytest.fixture
@@ -28,27 +26,14 @@ def mine(tmp_path: Path) -> DevCerts:
     return DevCerts.make(tmp_path / "mine")
 
 
-async def serial(address: str, certs: DevCerts) -> str:
-    """Of the certificate that a server shows now."""
-    context = ssl.create_default_context(cafile=certs.path("ca.pem"))
-    context.load_cert_chain(certs.path("client.pem"), certs.path("client.key"))
-    host, port = split_host_port(address)
-    _, writer = await asyncio.open_connection(host, port, ssl=context, server_hostname="worker.omniplane.internal")
-    try:
-        shown = writer.get_extra_info("peercert")
-        return str(shown["serialNumber"])
-    finally:
-        writer.close()
-
-
 async def test_a_renewed_certificate_is_shown_without_a_restart(mine: DevCerts) -> None:
     server = Security(mine.settings("worker"), serves=Role.WORKER)
     client = Security(mine.settings("gateway"))
     async with serving(server) as address, client.to_worker(address) as old:
         assert isinstance(await outcome(old, READ), UnimplementedError)
-        first = await serial(address, mine)
+        first = await serial(address, mine, WORKER)
         DevCerts.make(mine.directory)
-        second = await serial(address, mine)
+        second = await serial(address, mine, WORKER)
         assert second != first
         assert isinstance(await outcome(old, READ), UnimplementedError), "what is connected stays so"
         async with client.to_worker(address) as new:
@@ -60,7 +45,7 @@ async def test_a_wrong_certificate_changes_nothing(mine: DevCerts, strangers: De
     server = Security(mine.settings("worker"), serves=Role.WORKER)
     good = {name: Path(mine.path(name)).read_bytes() for name in ("worker.pem", "worker.key")}
     async with serving(server) as address:
-        first = await serial(address, mine)
+        first = await serial(address, mine, WORKER)
         for cert, key in (
             (Path(strangers.path("worker.pem")).read_bytes(), good["worker.key"]),
             (Path(strangers.path("worker.pem")).read_bytes(), Path(strangers.path("worker.key")).read_bytes()),
@@ -69,13 +54,13 @@ async def test_a_wrong_certificate_changes_nothing(mine: DevCerts, strangers: De
         ):
             Path(mine.path("worker.pem")).write_bytes(cert)
             Path(mine.path("worker.key")).write_bytes(key)
-            assert await serial(address, mine) == first
+            assert await serial(address, mine, WORKER) == first
         DevCerts.make(mine.directory, "--days", "-1", "--role", "worker")
-        assert await serial(address, mine) == first
+        assert await serial(address, mine, WORKER) == first
         Path(mine.path("worker.pem")).unlink()
-        assert await serial(address, mine) == first
+        assert await serial(address, mine, WORKER) == first
         DevCerts.make(mine.directory, "--role", "worker")
-        assert await serial(address, mine) != first
+        assert await serial(address, mine, WORKER) != first
 
 
 async def test_the_authority_is_replaced_in_three_steps(mine: DevCerts, tmp_path: Path) -> None:
