@@ -157,7 +157,9 @@ class ReplicaTable:
             if old is None or record.ref.epoch > old.epoch:
                 self._set(key, ReplicaView(record))
             elif record.ref.epoch == old.epoch:
-                self._set(key, dataclasses.replace(old, record=record))
+                # What sessions told belongs to the address that they are with.
+                moved = record.endpoint != old.record.endpoint
+                self._set(key, ReplicaView(record) if moved else dataclasses.replace(old, record=record))
 
     # -- facts from sessions --
 

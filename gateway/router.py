@@ -125,13 +125,14 @@ class Router:
             pool = self._pool(old.key[:2])
             pool.invalidate(old.key)
             pool.remove(old.key)
-            if (session := self.sessions.pop(old.claim, None)) is not None and not self._closed:
-                task = asyncio.create_task(session.retire())
-                self._retiring.add(task)
-                task.add_done_callback(self._retiring.discard)
+            self._retire(old.claim)
             return
         slot = self._pool(new.key[:2]).put(new)
         record = new.record
+        session = self.sessions.get(new.claim)
+        if session is not None and session.record.endpoint != record.endpoint:
+            # The record was overwritten in place: the same claim, served elsewhere.
+            self._retire(new.claim)
         if record.state != types_pb2.REPLICA_STATE_STARTING and new.claim not in self.sessions and not self._closed:
             session = ReplicaSession(record, self, gateway_id=self._gateway_id, connect=self._connect)
             self.sessions[new.claim] = session
@@ -141,29 +142,44 @@ class Router:
         if not slot.hears_session and record.HasField("load") and (old is None or old.record.load != record.load):
             slot.report(record.load)
 
+    def _retire(self, claim: Claim) -> None:
+        """Let what runs in a session end, then close it."""
+        if (session := self.sessions.pop(claim, None)) is not None and not self._closed:
+            task = asyncio.create_task(session.retire())
+            self._retiring.add(task)
+            task.add_done_callback(self._retiring.discard)
+
     # -- SessionListener --
 
     def on_session(self, record: types_pb2.Replica, connected: bool) -> None:
         """A session that is down makes its replica unroutable here, whatever the control plane still says."""
-        key = replica_key(record.ref)
-        view = self.table.replicas.get(key)
-        if view is not None and view.epoch == record.ref.epoch and view.broken == connected:
+        view = self._view_of(record)
+        if view is not None and view.broken == connected:
             if not connected:
-                self.sessions_broken[key[:2]] = self.sessions_broken.get(key[:2], 0) + 1
-            self.table.mark_broken(key, record.ref.epoch, not connected)
+                stage = view.key[:2]
+                self.sessions_broken[stage] = self.sessions_broken.get(stage, 0) + 1
+            self.table.mark_broken(view.key, view.epoch, not connected)
 
     def on_load(self, record: types_pb2.Replica, load: types_pb2.LoadReport) -> None:
         """The freshest load there is."""
-        key = replica_key(record.ref)
-        pool = self.pools.get(key[:2])
-        slot = pool.slots.get(key) if pool is not None else None
-        if slot is not None and slot.view.epoch == record.ref.epoch:
+        view = self._view_of(record)
+        pool = self.pools.get(view.key[:2]) if view is not None else None
+        slot = pool.slots.get(view.key) if pool is not None and view is not None else None
+        if slot is not None:
             slot.hears_session = True
             slot.report(load)
 
     def on_draining(self, record: types_pb2.Replica) -> None:
         """Take it out of routing; the control plane will say so too."""
-        self.table.mark_draining(replica_key(record.ref), record.ref.epoch)
+        if (view := self._view_of(record)) is not None:
+            self.table.mark_draining(view.key, view.epoch)
+
+    def _view_of(self, record: types_pb2.Replica) -> ReplicaView | None:
+        """The replica that the session of ``record`` speaks for; None if another instance or address has followed."""
+        view = self.table.replicas.get(replica_key(record.ref))
+        if view is None or view.epoch != record.ref.epoch or view.record.endpoint != record.endpoint:
+            return None
+        return view
 
     def _pool(self, key: StageKey) -> StagePool:
         if (pool := self.pools.get(key)) is None:
