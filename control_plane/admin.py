@@ -2,29 +2,42 @@
 
 Each writes to etcd and is done: whichever control plane serves the replica's heartbeat acts on what it finds there.
 A cordon is kept under the instance's uuid as well, so that it outlives the claim when a lease is lost; an eviction
-keeps the instance away for ``EVICTION_S``.
+keeps the instance away for ``AWAY_S``, and a drain makes sure that it leaves even if its claim is lost meanwhile.
+What a request was answered is remembered in the same transaction (``answers``).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, TypeAlias, TypeVar
+
+from google.protobuf import duration_pb2
+from google.protobuf.message import Message
 
 from control_plane import codec, states, validate
-from control_plane.etcd import EtcdClient, op_delete, op_put
+from control_plane.answers import Answer, check_request_id
+from control_plane.etcd import EtcdClient, Op, WriteOutcomeUnknown, create_revision_is, op_delete, op_put
 from control_plane.keys import ReplicaKey
-from control_plane.records import Records, Written
+from control_plane.records import Mutation, Records, Written
 from control_plane.table import Table
 from omni.v1 import admin_service_pb2 as pb
 from omni.v1 import types_pb2
-from omnicore.errors import ConflictError, NotFoundError, OmniError, UnimplementedError
+from omnicore.durations import to_seconds
+from omnicore.errors import ConflictError, NotFoundError, OmniError
 from omnicore.log import get_logger
 
 _log = get_logger(__name__)
 
-# Far longer than any worker tries to register again; short enough that evictions do not pile up.
-EVICTION_S: Final = 3600
+# Far longer than any worker tries to register again; short enough that evictions and drains do not pile up.
+AWAY_S: Final = 3600
+MAX_DEADLINE_S: Final = 86_400.0
 _ATTEMPTS: Final = 5
+_MAX_REASON: Final = 1000
+
+_Verb: TypeAlias = pb.CordonReplicaRequest | pb.UncordonReplicaRequest | pb.DrainReplicaRequest | pb.EvictReplicaRequest
+_Response = TypeVar("_Response", pb.CordonReplicaResponse, pb.UncordonReplicaResponse, pb.DrainReplicaResponse)
+_Reply = TypeVar("_Reply", bound=Message)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,63 +59,169 @@ class Admin:
         self._records = records
         self._keys = table.keys
 
-    async def cordon(self, request: pb.CordonReplicaRequest) -> Written:
+    async def cordon(self, request: pb.CordonReplicaRequest) -> pb.CordonReplicaResponse:
         """Take a replica out of routing."""
-        written = await self._set_cordon(request.replica, request.reason, cordoned=True)
-        _log.info(
-            "replica cordoned",
-            replica=validate.replica_key(request.replica),
-            reason=validate.shown(request.reason, 200),
-            request_id=validate.shown(request.request_id),
-        )
-        return written
+        _check(request)
+        async with self._answer("CordonReplica", request, pb.CordonReplicaResponse) as answer:
+            return await self._set_cordon(request, answer, request.reason, cordoned=True)
 
-    async def uncordon(self, request: pb.UncordonReplicaRequest) -> Written:
+    async def uncordon(self, request: pb.UncordonReplicaRequest) -> pb.UncordonReplicaResponse:
         """Put it back."""
-        written = await self._set_cordon(request.replica, "", cordoned=False)
-        _log.info(
-            "replica uncordoned",
-            replica=validate.replica_key(request.replica),
-            request_id=validate.shown(request.request_id),
-        )
-        return written
+        _check(request)
+        async with self._answer("UncordonReplica", request, pb.UncordonReplicaResponse) as answer:
+            return await self._set_cordon(request, answer, "", cordoned=False)
 
-    async def drain(self, request: pb.DrainReplicaRequest) -> Written:
-        """Mark a replica DRAINING; its next beat is answered with DRAIN."""
+    async def drain(self, request: pb.DrainReplicaRequest) -> pb.DrainReplicaResponse:
+        """Mark a replica DRAINING, for good; its next beat is answered with DRAIN."""
+        faults = _faults(request)
+        check_deadline(faults, "deadline", request.deadline)
+        faults.raise_if_any()
+        order = types_pb2.DrainOrder(reason=request.reason[:_MAX_REASON])
         if request.HasField("deadline"):
-            raise UnimplementedError(
-                "deadline: this control plane cannot pass it on; leave it unset, the worker's own limit holds",
-                reason="DRAIN_DEADLINE_UNIMPLEMENTED",
-            )
+            order.limit.CopyFrom(request.deadline)
+        async with self._answer("DrainReplica", request, pb.DrainReplicaResponse) as answer:
+            return await self._drain(request.replica, order, answer)
 
+    async def drain_for_restart(self, ref: types_pb2.ReplicaRef, order: types_pb2.DrainOrder) -> Written:
+        """Drain the very claim ``ref``, as a step of a restart, unless it drains already."""
+        request = pb.DrainReplicaRequest(replica=ref)
+        async with self._answer("", request, pb.DrainReplicaResponse) as answer:
+            response = await self._drain(ref, order, answer)
+        return Written(response.replica, response.revision)
+
+    async def evict(self, request: pb.EvictReplicaRequest) -> pb.EvictReplicaResponse:
+        """Remove a claim now and keep its instance away."""
+        _check(request)
+        async with self._answer("EvictReplica", request, pb.EvictReplicaResponse) as answer:
+            return await self._evict(request, answer)
+
+    # ---- how
+
+    async def _set_cordon(
+        self,
+        request: pb.CordonReplicaRequest | pb.UncordonReplicaRequest,
+        answer: Answer[_Response],
+        reason: str,
+        *,
+        cordoned: bool,
+    ) -> _Response:
         def mutate(record: types_pb2.Replica) -> None:
-            record.state = states.DRAINING
+            record.cordoned = cordoned
 
         for _ in range(_ATTEMPTS):
+            if (known := await answer.known()) is not None:
+                return known
             target = await self._target(request.replica)
-            written = await self._records.update(target.key, target.epoch, mutate)
-            if written is not None:
+            path = self._keys.cordon(target.replica.instance_uuid)
+            note = codec.encode_note(replica=str(target.key), reason=reason[:_MAX_REASON])
+            also = [] if target.replica.cordoned == cordoned else [op_put(path, note) if cordoned else op_delete(path)]
+            response = await self._update(target, mutate, also, answer)
+            if response is not None:
                 _log.info(
-                    "replica drains",
+                    "replica cordoned" if cordoned else "replica uncordoned",
                     replica=target.key,
-                    reason=validate.shown(request.reason, 200),
+                    reason=validate.shown(reason, 200),
                     request_id=validate.shown(request.request_id),
                 )
-                return await self._seen(written)
+                return response
         raise _contended(request.replica)
 
-    async def evict(self, request: pb.EvictReplicaRequest) -> int:
-        """Remove a claim now and keep its instance away. Returns the revision at which it was gone."""
-        target = await self._target(request.replica)
-        uuid = target.replica.instance_uuid
-        note = codec.encode_note(replica=str(target.key), epoch=str(target.epoch), reason=request.reason[:1000])
-        lease = await self._client.grant_lease(EVICTION_S)
-        revision = await self._records.end(
-            target.key,
-            target.epoch,
-            uuid,
-            [op_put(self._keys.eviction(uuid), note, lease.lease_id), op_delete(self._keys.cordon(uuid))],
-        )
+    async def _drain(
+        self, ref: types_pb2.ReplicaRef, order: types_pb2.DrainOrder, answer: Answer[pb.DrainReplicaResponse]
+    ) -> pb.DrainReplicaResponse:
+        def mutate(record: types_pb2.Replica) -> None:
+            if record.state == states.DRAINING and order.restart:
+                return  # it leaves already, as somebody wanted it
+            limit = order.limit if order.HasField("limit") else record.drain.limit
+            had_limit = order.HasField("limit") or record.drain.HasField("limit")
+            record.state = states.DRAINING
+            record.drain.CopyFrom(
+                types_pb2.DrainOrder(
+                    limit=limit if had_limit else None,
+                    restart=order.restart,
+                    reason=order.reason or record.drain.reason,
+                )
+            )
+
+        for _ in range(_ATTEMPTS):
+            if (known := await answer.known()) is not None:
+                return known
+            target = await self._target(ref)
+            also = [] if target.replica.state == states.DRAINING else [await self._mark_drained(target, order)]
+            response = await self._update(target, mutate, also, answer)
+            if response is not None:
+                limit_s = to_seconds(order.limit) if order.HasField("limit") else None
+                _log.info(
+                    "replica drains", replica=target.key, limit_s=limit_s, reason=validate.shown(order.reason, 200)
+                )
+                return response
+        raise _contended(ref)
+
+    async def _mark_drained(self, target: _Target, order: types_pb2.DrainOrder) -> Op:
+        lease = await self._client.grant_lease(AWAY_S + int(to_seconds(order.limit)))
+        note = codec.encode_note(replica=str(target.key), epoch=str(target.epoch), reason=order.reason)
+        return op_put(self._keys.drain(target.replica.instance_uuid), note, lease.lease_id)
+
+    async def _update(
+        self,
+        target: _Target,
+        mutate: Mutation,
+        also: Sequence[Op],
+        answer: Answer[_Response],
+    ) -> _Response | None:
+        """Change the record and answer, or ``None``: look again."""
+
+        def ops(record: types_pb2.Replica) -> list[Op]:
+            return [*also, *answer.ops(_with_replica(answer.kind, record))]
+
+        written = await self._records.update(target.key, target.epoch, mutate, ops, answer.conditions)
+        if written is None:
+            return None
+        # The operator sees its own write in what it lists next.
+        await self._table.wait_revision(written.revision)
+        return answer.kind(replica=written.replica, revision=written.revision)
+
+    async def _evict(
+        self, request: pb.EvictReplicaRequest, answer: Answer[pb.EvictReplicaResponse]
+    ) -> pb.EvictReplicaResponse:
+        lease_id = 0
+        tried: _Target | None = None
+        for _ in range(_ATTEMPTS):
+            if (known := await answer.known()) is not None:
+                return known
+            done = None if tried is None else await self._client.get(self._evicted_at(tried))
+            if tried is not None and done is not None and done.lease_id == lease_id:  # by our try whose answer was lost
+                return await self._evicted(request, tried, done.create_revision)
+            target = await self._target(request.replica)
+            lease_id = lease_id or (await self._client.grant_lease(AWAY_S)).lease_id
+            note = codec.encode_note(
+                replica=str(target.key), epoch=str(target.epoch), reason=request.reason[:_MAX_REASON]
+            )
+            uuid = target.replica.instance_uuid
+            try:
+                result = await self._client.txn(
+                    [create_revision_is(self._keys.replica(target.key), target.epoch), *answer.conditions],
+                    [
+                        op_delete(self._keys.replica(target.key)),
+                        op_delete(self._keys.instance(uuid)),
+                        op_delete(self._keys.cordon(uuid)),
+                        op_put(self._keys.eviction(uuid), note, lease_id),
+                        *answer.ops(pb.EvictReplicaResponse()),
+                    ],
+                )
+            except WriteOutcomeUnknown:
+                tried = target
+                continue
+            if result.succeeded:
+                return await self._evicted(request, target, result.revision)
+        raise _contended(request.replica)
+
+    def _evicted_at(self, target: _Target) -> str:
+        return self._keys.eviction(target.replica.instance_uuid)
+
+    async def _evicted(
+        self, request: pb.EvictReplicaRequest, target: _Target, revision: int
+    ) -> pb.EvictReplicaResponse:
         _log.info(
             "replica evicted",
             replica=target.key,
@@ -115,26 +234,10 @@ class Admin:
         except OmniError as error:
             _log.warning("lease left to run out", lease=f"{target.lease_id:x}", error=error)
         await self._table.wait_revision(revision)
-        return revision
+        return pb.EvictReplicaResponse(revision=revision)
 
-    async def _set_cordon(self, ref: types_pb2.ReplicaRef, reason: str, *, cordoned: bool) -> Written:
-        def mutate(record: types_pb2.Replica) -> None:
-            record.cordoned = cordoned
-
-        for _ in range(_ATTEMPTS):
-            target = await self._target(ref)
-            path = self._keys.cordon(target.replica.instance_uuid)
-            note = codec.encode_note(replica=str(target.key), reason=reason[:1000])
-            also = [] if target.replica.cordoned == cordoned else [op_put(path, note) if cordoned else op_delete(path)]
-            written = await self._records.update(target.key, target.epoch, mutate, also)
-            if written is not None:
-                return await self._seen(written)
-        raise _contended(ref)
-
-    async def _seen(self, written: Written) -> Written:
-        """The operator sees its own write in what it lists next."""
-        await self._table.wait_revision(written.revision)
-        return written
+    def _answer(self, verb: str, request: _Verb, kind: type[_Reply]) -> Answer[_Reply]:
+        return Answer(self._client, self._keys, verb, request.request_id, request, kind)
 
     async def _target(self, ref: types_pb2.ReplicaRef) -> _Target:
         """The claim as etcd has it now. Raises ``NotFoundError``, and ``ConflictError`` for another epoch."""
@@ -157,11 +260,26 @@ class Admin:
         return _Target(key, kv.create_revision, kv.lease_id, codec.decode_replica(kv.value, key, kv.create_revision))
 
 
-def check_ref(ref: types_pb2.ReplicaRef, *, present: bool) -> None:
-    """Raise ``InvalidRequestError`` unless ``ref`` names a replica."""
+def _with_replica(kind: type[_Response], record: types_pb2.Replica) -> _Response:
+    return kind(replica=record)
+
+
+def check_deadline(faults: validate.Faults, field: str, duration: duration_pb2.Duration) -> None:
+    """How long a drain may take."""
+    seconds = to_seconds(duration)
+    if not 0 <= seconds <= MAX_DEADLINE_S:
+        faults.add(field, f"must be 0 to {MAX_DEADLINE_S:g} s, got {seconds:g} s")
+
+
+def _faults(request: _Verb) -> validate.Faults:
     faults = validate.Faults()
-    validate.replica_ref(faults, "replica", ref, present=present)
-    faults.raise_if_any()
+    validate.replica_ref(faults, "replica", request.replica, present=request.HasField("replica"))
+    check_request_id(faults, request.request_id)
+    return faults
+
+
+def _check(request: _Verb) -> None:
+    _faults(request).raise_if_any()
 
 
 def _contended(ref: types_pb2.ReplicaRef) -> ConflictError:

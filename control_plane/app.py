@@ -28,6 +28,7 @@ from control_plane.keys import Keys
 from control_plane.membership import Membership
 from control_plane.pipelines import Pipelines
 from control_plane.records import Records
+from control_plane.restart import Restarts
 from control_plane.servicers import (
     SERVICE_NAMES,
     AdminServicer,
@@ -92,8 +93,10 @@ class ControlPlane:
         )
         self._registry = RegistryServicer(self.table, membership, self.heartbeats, self.replica_fanout)
         self._pipelines = PipelineServicer(self.table, Pipelines(client, self.table), self.pipeline_fanout)
+        verbs = Admin(client, self.table, records)
+        self._restarts = Restarts(client, self.table, verbs, clock)
         self._admin = AdminServicer(
-            self.table, Admin(client, self.table, records), self.replica_fanout, self._security.to_worker
+            client, self.table, verbs, self._restarts, self.replica_fanout, self._security.to_worker
         )
         self._inspect = InspectServicer(client, self.table, self.heartbeats)
         self._server: rpc.RunningServer | None = None
@@ -155,6 +158,7 @@ class ControlPlane:
             self.replica_fanout.close()
             self.pipeline_fanout.close()
             self._inspect.close()
+            self._restarts.close()
             await self._server.stop(self._settings.drain_s)
             self._server = None
         if self._work is not None:

@@ -50,7 +50,11 @@ def decode_replica(value: bytes, key: ReplicaKey, epoch: int) -> types_pb2.Repli
 
 def encode_pipeline(pipeline: pipeline_pb2.Pipeline) -> bytes:
     """A plan's record."""
-    return _encode(pipeline)
+    stored = pipeline_pb2.Pipeline()
+    stored.CopyFrom(pipeline)
+    for stage in stored.stages:
+        stage.balancing_policy = ""
+    return _encode(stored)
 
 
 def decode_pipeline(value: bytes) -> pipeline_pb2.Pipeline:
@@ -79,7 +83,20 @@ def decode_claim(value: bytes) -> ReplicaKey:
     return ReplicaKey(ref.stage.pipeline, ref.stage.stage_id, ref.replica_id)
 
 
-def encode_note(**fields: str | int) -> bytes:
+def encode_policy(policy: str, reason: str = "") -> bytes:
+    """A balancing policy's record."""
+    return encode_note(policy=policy, **({"reason": reason} if reason else {}))
+
+
+def decode_policy(value: bytes) -> str:
+    """The balancing policy behind ``value``."""
+    policy = decode_note(value).get("policy")
+    if not isinstance(policy, str) or not policy:
+        raise RecordError('no "policy"')
+    return policy
+
+
+def encode_note(**fields: Any) -> bytes:
     """A small record for people, as admin verbs and the schema version leave them."""
     return orjson.dumps(fields, option=orjson.OPT_INDENT_2)
 

@@ -1,4 +1,9 @@
-"""CollectiveRpc: one engine method on every replica of some stages, in parallel, with one result each."""
+"""CollectiveRpc: one engine method on every replica of some stages, in parallel, with one result each.
+
+Replicas of a stage often belong together (data parallel ranks, a service that shall sleep as one), and half of them
+asleep is worse than none. So before any effect everything is checked that can be: the request, the stages, the state of
+every replica, and that each one answers and is the instance that the registry means. What fails after that is a result.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,8 @@ from typing import Final
 import grpc
 import grpc.aio
 
-from control_plane import compat, validate
+from control_plane import compat, states, validate
+from control_plane.keys import ReplicaKey
 from control_plane.table import ReplicaRow, Table
 from omni.v1 import admin_service_pb2 as pb
 from omni.v1 import pipeline_pb2, stage_service_pb2, stage_service_pb2_grpc, types_pb2
@@ -23,6 +29,10 @@ _log = get_logger(__name__)
 DEFAULT_TIMEOUT_S: Final = 30.0
 MAX_TIMEOUT_S: Final = 600.0
 _AT_ONCE: Final = 256  # connections
+# A replica that lives answers in milliseconds; one that hangs is found out before the others are touched.
+_ANSWER_S: Final = 2.0
+_MAX_NAMED: Final = 20
+_ABLE: Final = (states.READY, states.ASLEEP)
 
 
 Connect = Callable[[str], grpc.aio.Channel]
@@ -42,9 +52,20 @@ async def collective_rpc(
     revision = table.revision
     at_once = asyncio.Semaphore(_AT_ONCE)
 
-    async def limited(row: ReplicaRow) -> pb.ReplicaResult:
+    async def checked(row: ReplicaRow) -> str:
+        async with at_once:
+            return _inability(row) or await _silence(row, min(timeout_s, _ANSWER_S), connect)
+
+    async def limited(row: ReplicaRow, why_not: str) -> pb.ReplicaResult:
+        if why_not:
+            left_out = errors.UnavailableError(f"left out: {why_not}", reason="REPLICA_UNHEALTHY")
+            return pb.ReplicaResult(replica=row.replica.ref, status=left_out.to_status())
         async with at_once:
             return await _control(row, request, timeout_s, connect)
+
+    unable = await asyncio.gather(*(checked(row) for row in rows))
+    if not request.skip_unhealthy:
+        _refuse_unable({row.key: why for row, why in zip(rows, unable, strict=True) if why}, len(rows))
 
     method = types_pb2.ControlMethod.Name(request.method)
     _log.info(
@@ -55,7 +76,7 @@ async def collective_rpc(
         replicas=len(rows),
         request_id=validate.shown(request.request_id),
     )
-    results = await asyncio.gather(*(limited(row) for row in rows))
+    results = await asyncio.gather(*(limited(row, why) for row, why in zip(rows, unable, strict=True)))
     return pb.CollectiveRpcResponse(results=results, revision=revision)
 
 
@@ -80,6 +101,40 @@ def _stage_ids(pipeline: pipeline_pb2.Pipeline, request: pb.CollectiveRpcRequest
     if not request.stage_ids:
         return {stage.stage_id for stage in pipeline.stages}
     return {compat.find_stage(pipeline, stage_id).stage_id for stage_id in request.stage_ids}
+
+
+def _inability(row: ReplicaRow) -> str:
+    """Why the registry thinks that a replica cannot take the call; empty if it can."""
+    if row.replica.state not in _ABLE:
+        return f"it is {states.name(row.replica.state)}"
+    return "it is suspect: its beats are missing" if row.replica.suspect else ""
+
+
+async def _silence(row: ReplicaRow, timeout_s: float, connect: Connect) -> str:
+    """Why a replica cannot take the call although the registry thinks so; empty if it answers as who it should be."""
+    try:
+        async with connect(row.replica.endpoint) as channel:
+            stub = stage_service_pb2_grpc.StageServiceStub(channel)
+            info = await stub.GetStageInfo(stage_service_pb2.GetStageInfoRequest(), timeout=timeout_s)
+    except grpc.aio.AioRpcError as error:
+        return f"it does not answer at {row.replica.endpoint}: {errors.from_rpc_error(error).message}"
+    except errors.OmniError as error:  # no channel can be had to this address
+        return error.message
+    if info.replica.instance_uuid != row.replica.instance_uuid:
+        return f"another instance answers at {row.replica.endpoint}: {validate.shown(info.replica.instance_uuid)}"
+    return ""
+
+
+def _refuse_unable(unable: dict[ReplicaKey, str], count: int) -> None:
+    if not unable:
+        return
+    named = "; ".join(f"{key}: {why}" for key, why in list(unable.items())[:_MAX_NAMED])
+    raise errors.FailedPreconditionError(
+        f"nothing was done: {len(unable)} of {count} replicas cannot take the call ({named}). Wait, or evict them, or "
+        "leave them out (skip_unhealthy)",
+        reason="REPLICA_UNHEALTHY",
+        metadata={"unhealthy": ", ".join(str(key) for key in list(unable)[:_MAX_NAMED]), "replicas": count},
+    )
 
 
 async def _control(

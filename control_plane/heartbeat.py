@@ -150,6 +150,7 @@ class Heartbeats:
 
     async def _beat(self, beat: pb.HeartbeatRequest, key: ReplicaKey, stream: int) -> pb.HeartbeatResponse:
         epoch = beat.replica.epoch
+        order: types_pb2.DrainOrder | None = None
         directive, detail = await self._verdict(beat, key, epoch)
         if directive == CONTINUE and (row := self._table.replica(key)) is not None and row.epoch == epoch:
             known = self._claims.get(key)
@@ -157,13 +158,16 @@ class Heartbeats:
             directive, detail = self._take(beat, row, stream)
             if (claim := self._claims[key]).state != before:
                 await self._settle(claim)
-        if directive == CONTINUE and not detail:
+            if row.replica.HasField("drain"):
+                order = row.replica.drain
+        if directive == CONTINUE and not detail and order is None:
             return self._plain_answer(self.interval_s, self._table.revision)
         return pb.HeartbeatResponse(
             directive=directive,
             next_interval=to_duration(self.interval_s),
             revision=self._table.revision,
             detail=detail,
+            drain=order,
         )
 
     def _plain_answer(self, interval_s: float, revision: int) -> pb.HeartbeatResponse:
@@ -184,6 +188,9 @@ class Heartbeats:
             return self._verdict_on_holder(beat, row)
         if self._table.is_evicted(beat.instance_uuid):
             return STOP, "an operator evicted this instance"
+        if self._table.is_drained(beat.instance_uuid):
+            # Its claim was lost meanwhile: it must not come back, but may finish.
+            return DRAIN, "an operator drained this instance"
         if self._table.stale:
             return CONTINUE, "etcd is away: nothing is known about this claim"
         if row is not None and row.epoch > epoch:

@@ -8,6 +8,10 @@
     /omni/v1/{cluster}/instances/{instance_uuid}                    ReplicaRef of the claim, under the same lease
     /omni/v1/{cluster}/admin/cordons/{instance_uuid}                why an operator took it out of routing
     /omni/v1/{cluster}/admin/evictions/{instance_uuid}              why it may not come back, under a lease of its own
+    /omni/v1/{cluster}/admin/drains/{instance_uuid}                 why it leaves for good, under a lease of its own
+    /omni/v1/{cluster}/admin/policies/{pipeline}/{stage_id}         balancing policy of a stage
+    /omni/v1/{cluster}/admin/restarts/{pipeline}/{stage_id}         who restarts a stage, under a lease that this keeps
+    /omni/v1/{cluster}/admin/requests/{sha256 of the request id}    what a verb answered, under a lease of its own
 
 The ``instances`` key makes Register idempotent: it is written in the transaction that claims the id, so one instance
 never holds two, whichever control planes its retries reach. Ids are plain decimal numbers: readable, so the order of
@@ -16,6 +20,7 @@ keys is not the order of replicas.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import uuid
 from typing import Final, NamedTuple, TypeAlias
@@ -27,6 +32,7 @@ MAX_ID: Final = 2**32 - 1  # uint32 in the protos
 
 NAME_RULE: Final = f"1 to {MAX_NAME_LENGTH} letters, digits, '.', '_' or '-', beginning with a letter or digit"
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_LENGTH - 1}}}", re.ASCII)
+_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
 
@@ -80,7 +86,33 @@ class EvictionKey(NamedTuple):
     instance_uuid: str
 
 
-ParsedKey: TypeAlias = ReplicaKey | PipelineKey | InstanceKey | CordonKey | EvictionKey
+class DrainKey(NamedTuple):
+    """An operator's wish that an instance leaves and does not come back."""
+
+    instance_uuid: str
+
+
+class PolicyKey(NamedTuple):
+    """An operator's wish how gateways choose among the replicas of a stage."""
+
+    stage: StageKey
+
+
+class RestartKey(NamedTuple):
+    """A stage that is being restarted."""
+
+    stage: StageKey
+
+
+class AnswerKey(NamedTuple):
+    """The answer to an operator's request; the digest is that of its id."""
+
+    digest: str
+
+
+ParsedKey: TypeAlias = (
+    ReplicaKey | PipelineKey | InstanceKey | CordonKey | EvictionKey | DrainKey | PolicyKey | RestartKey | AnswerKey
+)
 
 
 def is_name(text: str) -> bool:
@@ -109,6 +141,10 @@ class Keys:
         self.instances = f"{self.root}instances/"
         self.cordons = f"{self.root}admin/cordons/"
         self.evictions = f"{self.root}admin/evictions/"
+        self.drains = f"{self.root}admin/drains/"
+        self.policies = f"{self.root}admin/policies/"
+        self.restarts = f"{self.root}admin/restarts/"
+        self.answers = f"{self.root}admin/requests/"
 
     def pipeline(self, name: str) -> str:
         """Where the plan of a pipeline is."""
@@ -130,6 +166,22 @@ class Keys:
         """Where the eviction of an instance is."""
         return self.evictions + _checked_uuid(instance_uuid)
 
+    def drain(self, instance_uuid: str) -> str:
+        """Where the drain of an instance is."""
+        return self.drains + _checked_uuid(instance_uuid)
+
+    def policy(self, stage: StageKey) -> str:
+        """Where the balancing policy of a stage is."""
+        return f"{self.policies}{_checked_name(stage.pipeline)}/{_checked_id(stage.stage_id)}"
+
+    def restart(self, stage: StageKey) -> str:
+        """Where it is said that a stage is being restarted."""
+        return f"{self.restarts}{_checked_name(stage.pipeline)}/{_checked_id(stage.stage_id)}"
+
+    def answer(self, request_id: str) -> str:
+        """Where the answer to a request is; its id may be any text."""
+        return self.answers + hashlib.sha256(request_id.encode()).hexdigest()
+
     def parse(self, key: str) -> ParsedKey | None:
         """What a key of this cluster is about; ``None`` for any key that this module did not make."""
         if not key.startswith(self.root):
@@ -148,6 +200,15 @@ class Keys:
                 return CordonKey(instance_uuid)
             case ["admin", "evictions", instance_uuid] if is_uuid(instance_uuid):
                 return EvictionKey(instance_uuid)
+            case ["admin", "drains", instance_uuid] if is_uuid(instance_uuid):
+                return DrainKey(instance_uuid)
+            case ["admin", "policies" | "restarts" as what, pipeline, stage_id] if is_name(pipeline):
+                stage = _parsed_id(stage_id)
+                if stage is None:
+                    return None
+                return (PolicyKey if what == "policies" else RestartKey)(StageKey(pipeline, stage))
+            case ["admin", "requests", digest] if _DIGEST.fullmatch(digest):
+                return AnswerKey(digest)
         return None
 
 

@@ -70,6 +70,7 @@ class _Ground:
     plan: KeyValue
     pipeline: pipeline_pb2.Pipeline
     cordoned: bool
+    drained: bool
 
 
 class Membership:
@@ -110,6 +111,8 @@ class Membership:
             ground = await self._ground(request)
             claim = None if ground.claim is None else await self._existing(request, ground.claim)
             if claim is None and ground.claim is None:
+                if ground.drained:
+                    raise _stays_away(request, "drained", "DRAINED")
                 self._check_fit(request, ground.pipeline)
                 await self._replace_predecessor(request)
                 claim = await self._new_claim(request, ground)
@@ -149,18 +152,21 @@ class Membership:
                 op_get(self._keys.pipeline(name)),
                 op_get(self._keys.cordon(uuid)),
                 op_get(self._keys.eviction(uuid)),
+                op_get(self._keys.drain(uuid)),
             ],
         )
         if found(result, 3) is not None:
-            raise FailedPreconditionError(
-                f"instance {uuid} was evicted by an operator: start a new process to come back",
-                reason="EVICTED",
-                metadata={"instance_uuid": uuid},
-            )
+            raise _stays_away(request, "evicted", "EVICTED")
         plan = found(result, 1)
         if plan is None:
             raise compat.no_pipeline(name, (pipeline.name for pipeline in self._table.pipelines()))
-        return _Ground(found(result, 0), plan, codec.decode_pipeline(plan.value), found(result, 2) is not None)
+        return _Ground(
+            claim=found(result, 0),
+            plan=plan,
+            pipeline=codec.decode_pipeline(plan.value),
+            cordoned=found(result, 2) is not None,
+            drained=found(result, 4) is not None,
+        )
 
     async def _existing(self, request: pb.RegisterRequest, index: KeyValue) -> Claim | None:
         """The claim that the instance holds already; ``None`` to look again."""
@@ -286,6 +292,15 @@ class Membership:
         except OmniError as error:
             # Its keys are gone already, or go with it: nobody refreshes it any more.
             _log.warning("lease left to run out", lease=f"{lease_id:x}", error=error)
+
+
+def _stays_away(request: pb.RegisterRequest, what: str, reason: str) -> FailedPreconditionError:
+    uuid = request.instance_uuid
+    return FailedPreconditionError(
+        f"instance {uuid} was {what} by an operator: start a new process to come back",
+        reason=reason,
+        metadata={"instance_uuid": uuid},
+    )
 
 
 def _check_same(request: pb.RegisterRequest, key: ReplicaKey, record: types_pb2.Replica) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Final
 
 from control_plane import codec, compat, paging, validate
+from control_plane.answers import Answer, check_request_id
 from control_plane.deploy import plan_pipeline
 from control_plane.etcd import (
     EtcdClient,
@@ -113,23 +114,38 @@ class Pipelines:
         """Remove a plan and return the revision. Its replicas are told to drain by their next beats."""
         name = request.name
         _check_name(name)
+        faults = validate.Faults()
+        check_request_id(faults, request.request_id)
+        faults.raise_if_any()
         self._table.require_loaded()
+        kind = pb.DeletePipelineResponse
+        async with Answer(self._client, self._keys, "DeletePipeline", request.request_id, request, kind) as answer:
+            revision = await self._delete(name, answer)
+        _log.info("pipeline deleted", pipeline=name, request_id=validate.shown(request.request_id))
+        await self._table.wait_revision(revision)
+        return revision
+
+    async def _delete(self, name: str, answer: Answer[pb.DeletePipelineResponse]) -> int:
         path = self._keys.pipeline(name)
         repeated = False
         while True:
             try:
+                if (known := await answer.known()) is not None:
+                    return known.revision
                 kv = await self._client.get(path)
                 if kv is None and not repeated:
                     raise self._unknown(name)
                 if kv is None:
                     return self._table.revision  # by our own first try, whose answer was lost
-                result = await self._client.txn([mod_revision_is(path, kv.mod_revision)], [op_delete(path)])
+                policies = [op_delete(self._keys.policy(stage)) for stage in self._table.policies(name)]
+                result = await self._client.txn(
+                    [mod_revision_is(path, kv.mod_revision), *answer.conditions],
+                    [op_delete(path), *policies, *answer.ops(pb.DeletePipelineResponse())],
+                )
             except WriteOutcomeUnknown:
                 repeated = True
                 continue
             if result.succeeded:
-                _log.info("pipeline deleted", pipeline=name, request_id=validate.shown(request.request_id))
-                await self._table.wait_revision(result.revision)
                 return result.revision
 
     def _unknown(self, name: str) -> Exception:

@@ -13,6 +13,7 @@ from typing import Final
 
 from control_plane import codec
 from control_plane.etcd import (
+    Compare,
     EtcdClient,
     KeyValue,
     Op,
@@ -57,11 +58,19 @@ class Records:
         """The claim as etcd has it now."""
         return await self._client.get(self._keys.replica(key))
 
-    async def update(self, key: ReplicaKey, epoch: int, mutate: Mutation, also: Sequence[Op] = ()) -> Written | None:
-        """Change the record of the claim ``epoch`` (0: whoever holds the id), with ``also`` in the same transaction.
+    async def update(
+        self,
+        key: ReplicaKey,
+        epoch: int,
+        mutate: Mutation,
+        also: Callable[[types_pb2.Replica], Sequence[Op]] = lambda _: (),
+        conditions: Sequence[Compare] = (),
+    ) -> Written | None:
+        """Change the record of the claim ``epoch`` (0: whoever holds the id). What ``also`` makes of the new record is
+        in the same transaction, which holds only on ``conditions``.
 
-        ``None`` if there is no such claim. Raises ``ConflictError`` if others keep changing it, ``RecordError`` if it
-        cannot be read, and whatever ``mutate`` and the client raise.
+        ``None`` if there is no such claim, or the conditions do not hold. Raises ``ConflictError`` if others keep
+        changing it, ``RecordError`` if it cannot be read, and whatever ``mutate`` and the client raise.
         """
         path = self._keys.replica(key)
         row: ReplicaRow | None = self._table.replica(key)
@@ -73,17 +82,22 @@ class Records:
             wanted = types_pb2.Replica()
             wanted.CopyFrom(row.replica)
             mutate(wanted)
-            if wanted == row.replica and not also:
+            ops = list(also(wanted))
+            if wanted != row.replica:
+                ops.append(op_put(path, codec.encode_replica(wanted), row.lease_id))
+            if not ops:
                 return Written(row.replica, max(row.mod_revision, self._table.revision))
-            put = op_put(path, codec.encode_replica(wanted), row.lease_id)
+            guard = [mod_revision_is(path, row.mod_revision), *conditions]
             try:
-                result = await self._client.txn([mod_revision_is(path, row.mod_revision)], [put, *also], [op_get(path)])
+                result = await self._client.txn(guard, ops, [op_get(path)])
             except WriteOutcomeUnknown:
                 row = self._row(key, await self._client.get(path))
                 continue
             if result.succeeded:
                 return Written(wanted, result.revision)
-            row = self._row(key, found(result))
+            before, row = row, self._row(key, found(result))
+            if row is not None and row.mod_revision == before.mod_revision:
+                return None  # the conditions do not hold
         raise ConflictError(
             f"replica {key} is changed by others all the time", reason="REPLICA_CONTENDED", metadata={"replica": key}
         )

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import grpc
 import grpc.aio
 
-from control_plane import admin, codec, collective, compat, paging, states, validate
+from control_plane import codec, collective, compat, paging, policies, status, validate
+from control_plane.admin import Admin
+from control_plane.etcd import EtcdClient
 from control_plane.heartbeat import Heartbeats
-from control_plane.keys import NAME_RULE, StageKey, is_name
+from control_plane.keys import NAME_RULE, is_name
 from control_plane.membership import Membership
 from control_plane.pipelines import Pipelines
+from control_plane.restart import Restarts
 from control_plane.table import Table
 from control_plane.watchers import PipelineFanout, ReplicaFanout
 from omni.v1 import (
@@ -27,7 +29,7 @@ from omni.v1 import (
 )
 from omnicore import rpc
 from omnicore.durations import to_duration
-from omnicore.errors import InvalidRequestError, UnimplementedError
+from omnicore.errors import InvalidRequestError
 from omnicore.rpc import ServicerContext
 
 _LIST_PAGE_SIZE: Final = 1000
@@ -172,14 +174,18 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
 
     def __init__(
         self,
+        client: EtcdClient,
         table: Table,
-        verbs: admin.Admin,
+        verbs: Admin,
+        restarts: Restarts,
         fanout: ReplicaFanout,
         connect: collective.Connect = rpc.channel,
     ) -> None:
         """``connect`` makes a channel to a worker's endpoint."""
+        self._client = client
         self._table = table
         self._verbs = verbs
+        self._restarts = restarts
         self._connect = connect
         self._fanout = fanout
 
@@ -187,49 +193,39 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
         self, request: admin_service_pb2.CordonReplicaRequest, context: ServicerContext
     ) -> admin_service_pb2.CordonReplicaResponse:
         """Out of routing."""
-        admin.check_ref(request.replica, present=request.HasField("replica"))
-        written = await self._verbs.cordon(request)
-        return admin_service_pb2.CordonReplicaResponse(replica=written.replica, revision=written.revision)
+        return await self._verbs.cordon(request)
 
     async def UncordonReplica(  # noqa: N802
         self, request: admin_service_pb2.UncordonReplicaRequest, context: ServicerContext
     ) -> admin_service_pb2.UncordonReplicaResponse:
         """Back in."""
-        admin.check_ref(request.replica, present=request.HasField("replica"))
-        written = await self._verbs.uncordon(request)
-        return admin_service_pb2.UncordonReplicaResponse(replica=written.replica, revision=written.revision)
+        return await self._verbs.uncordon(request)
 
     async def DrainReplica(  # noqa: N802
         self, request: admin_service_pb2.DrainReplicaRequest, context: ServicerContext
     ) -> admin_service_pb2.DrainReplicaResponse:
         """Finish and leave."""
-        admin.check_ref(request.replica, present=request.HasField("replica"))
-        written = await self._verbs.drain(request)
-        return admin_service_pb2.DrainReplicaResponse(replica=written.replica, revision=written.revision)
+        return await self._verbs.drain(request)
 
     async def EvictReplica(  # noqa: N802
         self, request: admin_service_pb2.EvictReplicaRequest, context: ServicerContext
     ) -> admin_service_pb2.EvictReplicaResponse:
         """Leave now."""
-        admin.check_ref(request.replica, present=request.HasField("replica"))
-        revision = await self._verbs.evict(request)
-        return admin_service_pb2.EvictReplicaResponse(revision=revision)
+        return await self._verbs.evict(request)
 
     async def SetBalancingPolicy(  # noqa: N802
         self, request: admin_service_pb2.SetBalancingPolicyRequest, context: ServicerContext
     ) -> admin_service_pb2.SetBalancingPolicyResponse:
-        """Refused: nothing would carry it to the gateways, and storing it would only look like success."""
-        raise UnimplementedError(
-            "policies cannot be changed at run time yet: start gateways with --balancing-policy",
-            reason="POLICY_UNIMPLEMENTED",
-        )
+        """How gateways choose."""
+        return await policies.set_policy(self._client, self._table, request)
 
     async def RestartStage(  # noqa: N802
         self, request: admin_service_pb2.RestartStageRequest, context: ServicerContext
     ) -> AsyncIterator[admin_service_pb2.RestartStageResponse]:
         """One replica after the other."""
-        raise UnimplementedError("rolling restarts come soon", reason="RESTART_UNIMPLEMENTED")
-        yield
+        async with contextlib.aclosing(self._restarts.restart(request)) as steps:
+            async for step in steps:
+                yield step
 
     async def CollectiveRpc(  # noqa: N802
         self, request: admin_service_pb2.CollectiveRpcRequest, context: ServicerContext
@@ -240,36 +236,8 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
     async def GetClusterStatus(  # noqa: N802
         self, request: admin_service_pb2.GetClusterStatusRequest, context: ServicerContext
     ) -> admin_service_pb2.GetClusterStatusResponse:
-        """The cluster at a glance; answers also while etcd is away, so that people see that it is."""
-        registered: dict[StageKey, list[bool]] = {}
-        for row in self._table.rows():
-            registered.setdefault(row.key.stage, []).append(states.is_routable(row.replica))
-        planned = {
-            StageKey(pipeline.name, stage.stage_id): (stage.name, stage.num_replicas)
-            for pipeline in self._table.pipelines()
-            for stage in pipeline.stages
-        }
-        stages = []
-        for key in sorted({*registered, *planned}):
-            name, wanted = planned.get(key, ("", 0))
-            routable = registered.get(key, [])
-            stages.append(
-                admin_service_pb2.StageStatus(
-                    stage=codec.stage_ref(key),
-                    name=name,
-                    wanted=wanted,
-                    registered=len(routable),
-                    routable=sum(routable),
-                )
-            )
-        return admin_service_pb2.GetClusterStatusResponse(
-            cluster=self._table.keys.cluster,
-            version=importlib.metadata.version("omniplane"),
-            store_healthy=not self._table.stale,
-            stages=stages,
-            revision=self._table.revision,
-            watchers=len(self._fanout),
-        )
+        """The cluster at a glance."""
+        return status.cluster_status(self._table, len(self._fanout))
 
 
 SERVICE_NAMES: Final = ("omni.v1.RegistryService", "omni.v1.PipelineService", "omni.v1.AdminService")

@@ -19,7 +19,19 @@ from collections.abc import Callable, Iterator, Sequence
 from control_plane import codec, frames
 from control_plane.etcd import EventKind, KeyValue, RangeResult, WatchBatch
 from control_plane.ids import IdPool
-from control_plane.keys import CordonKey, EvictionKey, InstanceKey, Keys, PipelineKey, ReplicaKey, StageKey
+from control_plane.keys import (
+    AnswerKey,
+    CordonKey,
+    DrainKey,
+    EvictionKey,
+    InstanceKey,
+    Keys,
+    PipelineKey,
+    PolicyKey,
+    ReplicaKey,
+    RestartKey,
+    StageKey,
+)
 from omni.v1 import pipeline_pb2, types_pb2
 from omnicore.errors import UnavailableError
 from omnicore.log import get_logger
@@ -101,7 +113,11 @@ class Table:
         self._replicas: dict[ReplicaKey, ReplicaRow] = {}
         self._stages: dict[StageKey, set[ReplicaKey]] = {}
         self._pipelines: dict[str, pipeline_pb2.Pipeline] = {}
+        self._policies: dict[StageKey, str] = {}
+        self._shown: dict[str, pipeline_pb2.Pipeline] = {}
+        """Plans with the policies in them; made when asked for."""
         self._evicted: set[str] = set()
+        self._drained: set[str] = set()
         self._pools: dict[StageKey, IdPool] = {}
         self._endpoints: dict[str, ReplicaKey] = {}
         self._loads: dict[ReplicaKey, types_pb2.LoadReport] = {}
@@ -170,16 +186,27 @@ class Table:
         return self._pools.setdefault(stage, IdPool())
 
     def pipeline(self, name: str) -> pipeline_pb2.Pipeline | None:
-        """A plan; shared, do not change it."""
-        return self._pipelines.get(name)
+        """A plan, with the balancing policies of its stages; shared, do not change it."""
+        shown = self._shown.get(name)
+        if shown is None and (plan := self._pipelines.get(name)) is not None:
+            shown = self._shown[name] = self._with_policies(plan)
+        return shown
 
     def pipelines(self) -> list[pipeline_pb2.Pipeline]:
-        """All plans by name; shared, do not change them."""
-        return [self._pipelines[name] for name in sorted(self._pipelines)]
+        """All plans by name, as ``pipeline`` has them."""
+        return [shown for name in sorted(self._pipelines) if (shown := self.pipeline(name)) is not None]
+
+    def policies(self, pipeline: str) -> dict[StageKey, str]:
+        """The balancing policies that were set for stages of a pipeline, also for stages that it does not have now."""
+        return {stage: policy for stage, policy in self._policies.items() if stage.pipeline == pipeline}
 
     def is_evicted(self, instance_uuid: str) -> bool:
         """True if an operator evicted this instance."""
         return instance_uuid in self._evicted
+
+    def is_drained(self, instance_uuid: str) -> bool:
+        """True if an operator drained this instance, whether or not it has left yet."""
+        return instance_uuid in self._drained
 
     def has_load(self, key: ReplicaKey) -> bool:
         """True once the claim has reported load."""
@@ -248,6 +275,10 @@ class Table:
         touched = _Touched()
         present: set[object] = set()
         self._evicted.clear()
+        self._drained.clear()
+        touched.pipelines.update(stage.pipeline for stage in self._policies if stage.pipeline in self._pipelines)
+        self._policies.clear()
+        self._shown.clear()
         for kv in listing.kvs:
             present.add(self.keys.parse(kv.key))
             self._put(kv, touched)
@@ -280,12 +311,22 @@ class Table:
                 case PipelineKey(name):
                     pipeline = codec.decode_pipeline(kv.value)
                     pipeline.name = name
+                    for stage in pipeline.stages:
+                        stage.balancing_policy = ""  # no part of a stored plan
                     if self._pipelines.get(name) != pipeline:
                         self._pipelines[name] = pipeline
+                        self._shown.pop(name, None)
                         touched.pipelines.add(name)
+                case PolicyKey(of):
+                    policy = codec.decode_policy(kv.value)
+                    if self._policies.get(of) != policy:
+                        self._policies[of] = policy
+                        self._touch_plan(of.pipeline, touched)
                 case EvictionKey(instance_uuid):
                     self._evicted.add(instance_uuid)
-                case InstanceKey() | CordonKey():
+                case DrainKey(instance_uuid):
+                    self._drained.add(instance_uuid)
+                case InstanceKey() | CordonKey() | RestartKey() | AnswerKey():
                     pass
                 case None:
                     _log.warning("unknown key in etcd ignored", key=kv.key[:200])
@@ -325,11 +366,31 @@ class Table:
                     del self._pools[key.stage]
                 touched.replicas[key] = row
             case PipelineKey(name) if self._pipelines.pop(name, None) is not None:
+                self._shown.pop(name, None)
                 touched.pipelines.add(name)
+            case PolicyKey(of) if self._policies.pop(of, None) is not None:
+                self._touch_plan(of.pipeline, touched)
             case EvictionKey(instance_uuid):
                 self._evicted.discard(instance_uuid)
+            case DrainKey(instance_uuid):
+                self._drained.discard(instance_uuid)
             case _:
                 pass
+
+    def _touch_plan(self, name: str, touched: _Touched) -> None:
+        """What is shown of a plan has changed."""
+        self._shown.pop(name, None)
+        if name in self._pipelines:
+            touched.pipelines.add(name)
+
+    def _with_policies(self, plan: pipeline_pb2.Pipeline) -> pipeline_pb2.Pipeline:
+        if not any(stage.pipeline == plan.name for stage in self._policies):
+            return plan
+        shown = pipeline_pb2.Pipeline()
+        shown.CopyFrom(plan)
+        for stage in shown.stages:
+            stage.balancing_policy = self._policies.get(StageKey(plan.name, stage.stage_id), "")
+        return shown
 
     def _rebuild_pools(self) -> None:
         # A pool may know of a claim of ours whose events fell into the gap before a listing.
@@ -346,7 +407,7 @@ class Table:
     def _change(self, revision: int, touched: _Touched, *, reset: bool = False) -> Change:
         present = [self._replicas[key] for key in touched.replicas if key in self._replicas]
         gone = [row for key, row in touched.replicas.items() if key not in self._replicas]
-        plans = [self._pipelines[name] for name in sorted(touched.pipelines) if name in self._pipelines]
+        plans = [shown for name in sorted(touched.pipelines) if (shown := self.pipeline(name)) is not None]
         plans_gone = [name for name in sorted(touched.pipelines) if name not in self._pipelines]
         return Change(revision, present, gone, plans, plans_gone, reset)
 

@@ -14,7 +14,7 @@ from omnicore.clock import Clock
 from omnicore.durations import to_seconds
 from omnicore.errors import UnavailableError
 from omnicore.log import get_logger
-from omnicore.policies import RESTART_EXIT_CODE
+from omnicore.process import RESTART_EXIT_CODE
 from stage_worker.calls import CallTable
 from stage_worker.flows import FlowTable
 from stage_worker.stage_service import SessionSet

@@ -6,13 +6,10 @@ import json
 import grpc
 import grpc.aio
 import pytest
-from google.protobuf import duration_pb2
 
 from omni.v1 import admin_service_pb2 as admin_pb
 from omni.v1 import pipeline_service_pb2 as pb
-from omni.v1 import registry_service_pb2, stage_service_pb2, stage_service_pb2_grpc, types_pb2
-from omnicore import errors, rpc
-from omnicore.rpc import ServicerContext
+from omni.v1 import registry_service_pb2, types_pb2
 from tests.integration.control_plane.harness import DEPLOY, Worker, beating, cluster, error_of, until
 
 
@@ -136,11 +133,6 @@ class TestReplicaVerbs:
                 await until(
                     lambda: worker.answers[-1].directive == registry_service_pb2.HEARTBEAT_DIRECTIVE_CONTINUE, "on"
                 )
-                request = admin_pb.DrainReplicaRequest(replica=worker.claim.replica)
-                request.deadline.FromSeconds(5)
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await client.admin.DrainReplica(request)
-                assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
     async def test_an_evicted_instance_stops_and_stays_away(self) -> None:
         async with cluster(ttl_s=10) as c:
@@ -179,80 +171,3 @@ class TestReplicaVerbs:
                     await call
                 assert caught.value.code() == grpc.StatusCode.NOT_FOUND
                 assert "replicas: 0" in error_of(caught.value).message
-
-    async def test_policies_are_refused_rather_than_ignored(self) -> None:
-        async with cluster() as c:
-            client = await c.start()
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await client.admin.SetBalancingPolicy(admin_pb.SetBalancingPolicyRequest(policy="round-robin"))
-            assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
-
-
-class ControlStub(stage_service_pb2_grpc.StageServiceServicer):
-    """A worker that sleeps when told to, unless it cannot."""
-
-    def __init__(self, able: bool) -> None:
-        self.able = able
-        self.calls: list[stage_service_pb2.ControlRequest] = []
-
-    async def Control(  # noqa: N802
-        self, request: stage_service_pb2.ControlRequest, context: ServicerContext
-    ) -> stage_service_pb2.ControlResponse:
-        self.calls.append(request)
-        if not self.able:
-            raise errors.UnimplementedError("this engine does not sleep")
-        response = stage_service_pb2.ControlResponse()
-        response.result["slept"] = True
-        return response
-
-
-async def test_a_collective_call_has_one_result_per_replica_and_no_effect_if_it_is_wrong() -> None:
-    async with cluster(ttl_s=30) as c:
-        client = await c.start()
-        plan = await client.apply()
-        stubs = [ControlStub(able=True), ControlStub(able=False)]  # type: ignore[abstract]
-        servers = []
-        for stub in stubs:
-
-            def add(server: grpc.aio.Server, stub: ControlStub = stub) -> None:
-                stage_service_pb2_grpc.add_StageServiceServicer_to_server(stub, server)
-
-            server = await rpc.serve(add, ["omni.v1.StageService"], host="127.0.0.1", port=0)
-            servers.append(server)
-            worker = Worker(plan)
-            worker.request.endpoint = f"127.0.0.1:{server.port}"
-            await worker.register(client)
-        await Worker(plan).register(client)  # nobody listens there
-
-        def request(**fields: object) -> admin_pb.CollectiveRpcRequest:
-            given = {
-                "pipeline": "demo",
-                "method": types_pb2.CONTROL_METHOD_SLEEP,
-                "timeout": duration_pb2.Duration(seconds=2),
-            }
-            return admin_pb.CollectiveRpcRequest(**(given | fields))  # type: ignore[arg-type]
-
-        for wrong, code in (
-            (request(stage_ids=[1, 9]), grpc.StatusCode.NOT_FOUND),
-            (request(pipeline="nope"), grpc.StatusCode.NOT_FOUND),
-            (request(method=0), grpc.StatusCode.INVALID_ARGUMENT),
-            (request(method=77), grpc.StatusCode.INVALID_ARGUMENT),
-            (request(timeout=duration_pb2.Duration(seconds=-1)), grpc.StatusCode.INVALID_ARGUMENT),
-        ):
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await client.admin.CollectiveRpc(wrong)
-            assert caught.value.code() == code
-        assert [len(stub.calls) for stub in stubs] == [0, 0]
-
-        answer = await client.admin.CollectiveRpc(request(stage_ids=[1]))
-        assert [result.replica.replica_id for result in answer.results] == [0, 1, 2]
-        codes = [result.status.code for result in answer.results]
-        assert codes == [
-            0,
-            grpc.StatusCode.UNIMPLEMENTED.value[0],
-            grpc.StatusCode.UNAVAILABLE.value[0],
-        ]
-        assert answer.results[0].result["slept"] is True
-        assert stubs[0].calls[0].replica == answer.results[0].replica
-        for server in servers:
-            await server.stop(0)
