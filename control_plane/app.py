@@ -17,7 +17,7 @@ import grpc.aio
 
 from control_plane.admin import Admin
 from control_plane.config import EMBEDDED, ControlPlaneConfig
-from control_plane.etcd import EtcdClient, EtcdCredentials
+from control_plane.etcd import EtcdClient, EtcdCredentialFiles
 from control_plane.etcd.endpoints import parse_endpoints
 from control_plane.etcd.server import EmbeddedEtcd
 from control_plane.feed import Feed
@@ -232,7 +232,7 @@ async def _serve(settings: ControlPlaneConfig) -> int:
     shutdown = Shutdown()
     shutdown.install()
     security = make_security(settings)
-    credentials = EtcdCredentials.from_files(
+    credentials = EtcdCredentialFiles(
         ca=settings.etcd_ca,
         cert=settings.etcd_cert,
         key=settings.etcd_key,

@@ -6,7 +6,7 @@ what the keys mean. Only this package talks to etcd.
 
 from control_plane.etcd.client import EtcdClient
 from control_plane.etcd.embedded import EmbeddedEtcd
-from control_plane.etcd.endpoints import EtcdCredentials
+from control_plane.etcd.endpoints import EtcdCredentialFiles, EtcdCredentials
 from control_plane.etcd.errors import (
     AuthFailed,
     Compacted,
@@ -45,6 +45,7 @@ __all__ = [
     "DeleteResult",
     "EmbeddedEtcd",
     "EtcdClient",
+    "EtcdCredentialFiles",
     "EtcdCredentials",
     "EtcdUnavailable",
     "EventKind",

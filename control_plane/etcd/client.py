@@ -8,7 +8,7 @@ from typing import Self
 
 from control_plane.etcd import errors as etcd_errors
 from control_plane.etcd import model
-from control_plane.etcd.endpoints import EtcdCredentials
+from control_plane.etcd.endpoints import EtcdCredentialFiles, EtcdCredentials
 from control_plane.etcd.keepalive import KeepAlive
 from control_plane.etcd.transport import Method, Transport
 from control_plane.etcd.watch import RANGE, Watch
@@ -43,7 +43,7 @@ class EtcdClient:
         self,
         endpoints: Sequence[str],
         *,
-        credentials: EtcdCredentials | None = None,
+        credentials: EtcdCredentials | EtcdCredentialFiles | None = None,
         timeout_s: float = 5.0,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from pathlib import Path
+import ssl
+from collections.abc import Mapping, Sequence
 
 import grpc
 
 from omnicore import errors
+from omnicore.reloaded import Reloaded
+from omnicore.tls import load_certificate
 
 _ACCEPTED = 'accepted are "host:port", "http://host:port", "https://host:port" and "unix:/path"'
 
@@ -33,26 +35,6 @@ class EtcdCredentials:
         if self.password and not self.user:
             raise errors.InvalidRequestError.field("user", "a password needs a user")
 
-    @classmethod
-    def from_files(
-        cls, *, ca: str = "", cert: str = "", key: str = "", user: str = "", password_file: str = ""
-    ) -> EtcdCredentials | None:
-        """Read from the files named; empty names are left out, and ``None`` is returned if all are empty.
-
-        The password is the file's content without its last line break. Raises ``InvalidRequestError`` that names a
-        file which cannot be read.
-        """
-        if not any((ca, cert, key, user, password_file)):
-            return None
-        password = _read("password_file", password_file) or b""
-        return cls(
-            _read("ca", ca),
-            _read("cert", cert),
-            _read("key", key),
-            user,
-            password.decode().removesuffix("\n").removesuffix("\r"),
-        )
-
     @property
     def tls(self) -> bool:
         """True if the connection is to be encrypted."""
@@ -63,13 +45,32 @@ class EtcdCredentials:
         return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
 
 
-def _read(field: str, path: str) -> bytes | None:
-    if not path:
-        return None
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise errors.InvalidRequestError.field(field, f"cannot read {path}: {error.strerror}") from error
+class EtcdCredentialFiles:
+    """Credentials from files, as they are now: certificates and passwords rotate without a restart."""
+
+    def __init__(self, *, ca: str = "", cert: str = "", key: str = "", user: str = "", password_file: str = "") -> None:
+        """Empty names are left out. Raises ``InvalidRequestError`` that names the flag whose file is wrong."""
+        files = {"--etcd-ca": ca, "--etcd-cert": cert, "--etcd-key": key, "--etcd-password-file": password_file}
+        self._user = user
+        self._files = Reloaded("etcd credentials", {flag: path for flag, path in files.items() if path}, self._make)
+
+    def current(self) -> EtcdCredentials:
+        """Reads the files again if they have changed."""
+        return self._files.get()
+
+    def _make(self, contents: Mapping[str, bytes]) -> EtcdCredentials:
+        password = contents.get("--etcd-password-file", b"").decode(errors="replace")
+        made = EtcdCredentials(
+            contents.get("--etcd-ca"),
+            contents.get("--etcd-cert"),
+            contents.get("--etcd-key"),
+            self._user,
+            password.removesuffix("\n").removesuffix("\r"),
+        )
+        if made.cert is not None and made.key is not None:
+            pair = {"--etcd-cert": made.cert, "--etcd-key": made.key}
+            load_certificate(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), pair)
+        return made
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from control_plane.etcd import errors as etcd_errors
-from control_plane.etcd.endpoints import EtcdCredentials, parse_endpoints
+from control_plane.etcd.endpoints import EtcdCredentialFiles, EtcdCredentials, parse_endpoints
 from omni.etcdwire.v1 import etcdwire_pb2 as wire
 from omnicore.backoff import Backoff
 from omnicore.clock import Clock
@@ -132,17 +132,17 @@ class Transport:
     """Channels to all members, one of which is current. Used from one event loop; ``close`` it."""
 
     def __init__(
-        self, endpoints: Sequence[str], credentials: EtcdCredentials | None, timeout_s: float, clock: Clock
+        self,
+        endpoints: Sequence[str],
+        credentials: EtcdCredentials | EtcdCredentialFiles | None,
+        timeout_s: float,
+        clock: Clock,
     ) -> None:
-        self._credentials = credentials or EtcdCredentials()
+        self._files = credentials if isinstance(credentials, EtcdCredentialFiles) else None
+        self._credentials = credentials.current() if isinstance(credentials, EtcdCredentialFiles) else credentials
         self._targets = parse_endpoints(endpoints)
-        self._channels: list[grpc.aio.Channel] = []
-        for endpoint in self._targets:
-            if endpoint.tls or self._credentials.tls:
-                secure = self._credentials.channel_credentials()
-                self._channels.append(grpc.aio.secure_channel(endpoint.target, secure, options=_OPTIONS))
-            else:
-                self._channels.append(grpc.aio.insecure_channel(endpoint.target, options=_OPTIONS))
+        self._channels = self._connect()
+        self._former: list[grpc.aio.Channel] = []
         self._stubs: dict[tuple[int, str], Any] = {}
         self._current = random.randrange(len(self._channels))  # so that many clients spread over the members
         self._token: str | None = None
@@ -150,6 +150,28 @@ class Transport:
         self.timeout_s = timeout_s
         self.clock = clock
         self.closed = False
+
+    def _connect(self) -> list[grpc.aio.Channel]:
+        credentials = self._credentials or EtcdCredentials()
+        channels = []
+        for endpoint in self._targets:
+            if endpoint.tls or credentials.tls:
+                secure = credentials.channel_credentials()
+                channels.append(grpc.aio.secure_channel(endpoint.target, secure, options=_OPTIONS))
+            else:
+                channels.append(grpc.aio.insecure_channel(endpoint.target, options=_OPTIONS))
+        return channels
+
+    async def _renew(self) -> None:
+        """Take up credentials that have changed, on new channels. Streams that are open stay on the former ones until
+        the next change, when those are closed and the streams begin again."""
+        if self._files is None or (current := self._files.current()) is self._credentials:
+            return
+        self._credentials = current
+        closing, self._former, self._channels = self._former, self._channels, self._connect()
+        self._stubs.clear()
+        for channel in closing:
+            await channel.close(None)
 
     @property
     def target(self) -> str:
@@ -159,7 +181,7 @@ class Transport:
     async def close(self) -> None:
         """Close all channels; calls in progress fail."""
         self.closed = True
-        for channel in self._channels:
+        for channel in (*self._channels, *self._former):
             await channel.close(None)
 
     async def call(
@@ -175,6 +197,7 @@ class Transport:
         backoff = Backoff(0.02, 0.5)
         logins = 0
         while True:
+            await self._renew()
             index = self._current
             # Outside the try: a failure to log in is not a failure of the request, which was not sent yet.
             token = await self._get_token() if login else None
@@ -209,6 +232,7 @@ class Transport:
         Raises what logging in raises; a member that cannot be reached is seen by the first read.
         """
         self._check_open()
+        await self._renew()
         token = await self._get_token()
         index = self._current
         open_call: Any = self._channels[index].stream_stream(
@@ -233,7 +257,7 @@ class Transport:
             raise etcd_errors.EtcdUnavailable("the etcd client was closed", reason="ETCD_CLIENT_CLOSED")
 
     async def _get_token(self) -> str | None:
-        if not self._credentials.user:
+        if self._credentials is None or not self._credentials.user:
             return None
         if self._token is None:
             async with self._login:
@@ -242,7 +266,8 @@ class Transport:
         return self._token
 
     async def _authenticate(self) -> str:
-        request = wire.AuthenticateRequest(name=self._credentials.user, password=self._credentials.password)
+        mine = self._credentials or EtcdCredentials()
+        request = wire.AuthenticateRequest(name=mine.user, password=mine.password)
         return (await self.call(AUTHENTICATE, request, repeatable=True, login=False)).token
 
     def _attempt_s(self, left_s: float) -> float:

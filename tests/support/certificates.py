@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 from omnicore.security import SecurityConfig
+from tests.support.etcd import Certificates
 
 _SCRIPT = Path(__file__).parents[2] / "scripts" / "dev-certs"
 
@@ -40,6 +41,11 @@ class DevCerts:
             *("--tls-cert", self.path(f"{role}.pem")),
             *("--tls-key", self.path(f"{role}.key")),
         )
+
+    def for_etcd(self) -> Certificates:
+        """The etcd member's, and the control plane's as its client."""
+        names = ("ca.pem", "etcd.pem", "etcd.key", "control-plane.pem", "control-plane.key")
+        return Certificates(*(self.directory / name for name in names))
 
     def token(self, name: str) -> str:
         """The content of "registration" or "admin"."""

@@ -22,7 +22,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
-from control_plane.etcd import EtcdClient, EtcdCredentials, EtcdUnavailable
+from control_plane.etcd import EtcdClient, EtcdCredentialFiles, EtcdUnavailable
 from control_plane.etcd.binary import find_etcd
 from omnicore import errors
 from omnicore.process import dying_with_parent
@@ -68,7 +68,7 @@ class EtcdNode:
                 stderr=log,
             )
 
-    async def ready(self, credentials: EtcdCredentials | None = None) -> None:
+    async def ready(self, credentials: EtcdCredentialFiles | None = None) -> None:
         """Wait until it answers reads that need a leader; a refusal (no user, say) is an answer, too."""
         deadline = time.monotonic() + READY_S
         async with EtcdClient([self.endpoint], credentials=credentials, timeout_s=0.5) as client:
@@ -82,7 +82,7 @@ class EtcdNode:
                 except errors.OmniError:
                     return
 
-    async def restart(self, credentials: EtcdCredentials | None = None) -> None:
+    async def restart(self, credentials: EtcdCredentialFiles | None = None) -> None:
         """Start again at the same address and wait until it answers."""
         self.start()
         await self.ready(credentials)
@@ -176,7 +176,7 @@ async def etcd_server(
             f"--trusted-ca-file={certificates.ca}",
             "--client-cert-auth",
         ]
-        credentials = EtcdCredentials.from_files(
+        credentials = EtcdCredentialFiles(
             ca=str(certificates.ca), cert=str(certificates.client_cert), key=str(certificates.client_key)
         )
     with _directory() as directory:
@@ -242,7 +242,7 @@ def _directory() -> Iterator[Path]:
 
 
 @contextlib.asynccontextmanager
-async def _running(nodes: Sequence[EtcdNode], credentials: EtcdCredentials | None) -> AsyncIterator[None]:
+async def _running(nodes: Sequence[EtcdNode], credentials: EtcdCredentialFiles | None) -> AsyncIterator[None]:
     try:
         for node in nodes:
             node.start()

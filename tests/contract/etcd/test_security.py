@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from control_plane.etcd import AuthFailed, EtcdClient, EtcdCredentials, EtcdUnavailable
+from control_plane.etcd import AuthFailed, EtcdClient, EtcdCredentialFiles, EtcdCredentials, EtcdUnavailable
 from omnicore import errors
 from tests.support.etcd import Certificates, enable_auth, etcd_server
 
@@ -75,14 +75,14 @@ async def test_client_certificates(tmp_path: Path) -> None:
     certificates = Certificates.make(tmp_path)
     files = {"ca": str(certificates.ca), "cert": str(certificates.client_cert), "key": str(certificates.client_key)}
     async with etcd_server(certificates=certificates) as etcd:
-        async with EtcdClient([etcd.endpoint], credentials=EtcdCredentials.from_files(**files)) as client:
+        async with EtcdClient([etcd.endpoint], credentials=EtcdCredentialFiles(**files)) as client:
             start = await client.put("k/1", b"1")
             lease = await client.grant_lease(10)
             assert await client.refresh_lease(lease.lease_id) == 10
             async with contextlib.aclosing(client.watch_prefix("k/", start_revision=start)) as watch:
                 assert (await anext(watch)).events[0].kv.value == b"1"
 
-        only_ca = EtcdCredentials.from_files(ca=str(certificates.ca))
+        only_ca = EtcdCredentialFiles(ca=str(certificates.ca))
         for credentials in (None, only_ca):
             async with EtcdClient([etcd.endpoint], credentials=credentials, timeout_s=0.5) as stranger:
                 with pytest.raises(EtcdUnavailable):

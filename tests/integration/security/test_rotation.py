@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 
 import pytest
 
+from control_plane.etcd import EtcdClient, EtcdCredentialFiles
 from omnicore.access import Role
 from omnicore.clock import ManualClock
 from omnicore.errors import UnauthenticatedError, UnavailableError, UnimplementedError
@@ -15,6 +17,7 @@ from omnicore.tokens import TokenFile
 from stage_worker.channels import IDLE_S, PeerChannels
 from tests.integration.security.harness import outcome, serial, serving
 from tests.support.certificates import DevCerts
+from tests.support.etcd import etcd_server
 
 READ = "RegistryService/ListReplicas"
 WORKER = "worker.omniplane.internal"
@@ -132,3 +135,26 @@ async def test_workers_dial_peers_with_the_renewed_certificate(mine: DevCerts) -
         with channels.use(address) as third:
             assert third is not second
     await channels.close()
+
+
+async def test_etcds_authority_and_our_certificate_for_it_change(mine: DevCerts, tmp_path: Path) -> None:
+    """One client, before and after; its watch goes on."""
+    made = mine.for_etcd()
+    files = EtcdCredentialFiles(ca=str(made.ca), cert=str(made.client_cert), key=str(made.client_key))
+    async with (
+        etcd_server(certificates=made) as etcd,
+        EtcdClient([etcd.endpoint], credentials=files, timeout_s=20) as client,
+    ):
+        start = await client.put("k/1", b"")
+        async with contextlib.aclosing(client.watch_prefix("k/", start_revision=start)) as watch:
+            assert (await anext(watch)).events
+            new = DevCerts.make(tmp_path / "new")
+            for path in new.directory.iterdir():
+                shutil.copy(path, mine.directory / path.name)
+            etcd.kill()
+            await etcd.restart(files)
+            await client.put("k/2", b"")
+            async for batch in watch:
+                if batch.events:
+                    assert [event.kv.key for event in batch.events] == ["k/2"]
+                    break

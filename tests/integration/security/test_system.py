@@ -15,7 +15,7 @@ import aiohttp
 import orjson
 import pytest
 
-from control_plane.etcd import EtcdClient, EtcdCredentials
+from control_plane.etcd import EtcdClient, EtcdCredentialFiles
 from omni.v1 import (
     admin_service_pb2,
     admin_service_pb2_grpc,
@@ -29,7 +29,7 @@ from omnicore.errors import PermissionDeniedError, UnauthenticatedError
 from omnicore.security import Security
 from tests.integration.security.harness import outcome
 from tests.support.certificates import DevCerts
-from tests.support.etcd import Certificates, EtcdNode, etcd_server
+from tests.support.etcd import EtcdNode, etcd_server
 from tests.support.processes import ServiceProcess, Services
 from tests.support.processes import services as services  # a fixture
 
@@ -58,12 +58,6 @@ connectors:
   fetched: {name: grpc}
 entrypoints: {chat: 0, speech: 1}
 """
-
-
-def etcd_certificates(certs: DevCerts) -> Certificates:
-    """The etcd member's, and the control plane's as its client."""
-    names = ("ca.pem", "etcd.pem", "etcd.key", "control-plane.pem", "control-plane.key")
-    return Certificates(*(Path(certs.path(name)) for name in names))
 
 
 def enable_users(node: EtcdNode, certs: DevCerts) -> None:
@@ -134,7 +128,7 @@ class Stand:
 
     async def etcd_dump(self) -> bytes:
         """Every key and value of ours, as they lie in etcd."""
-        credentials = EtcdCredentials.from_files(
+        credentials = EtcdCredentialFiles(
             ca=self.certs.path("ca.pem"), cert=self.certs.path("control-plane.pem"),
             key=self.certs.path("control-plane.key"), user="omni", password_file=str(self.password_file),
         )  # fmt: skip
@@ -182,7 +176,7 @@ async def stand(tmp_path: Path, services: Services) -> AsyncIterator[Stand]:
     certs = DevCerts.make(tmp_path / "certs")
     password_file = tmp_path / "password"
     password_file.write_text(f"{PASSWORD}\n")
-    async with etcd_server(certificates=etcd_certificates(certs)) as node:
+    async with etcd_server(certificates=certs.for_etcd()) as node:
         enable_users(node, certs)
         stand = Stand(certs, services, node, password_file)
         await stand.start_control_plane()

@@ -9,7 +9,15 @@ import grpc
 import grpc.aio
 import pytest
 
-from control_plane.etcd import AuthFailed, Compacted, EtcdClient, EtcdCredentials, LeaseLost, WriteOutcomeUnknown
+from control_plane.etcd import (
+    AuthFailed,
+    Compacted,
+    EtcdClient,
+    EtcdCredentialFiles,
+    EtcdCredentials,
+    LeaseLost,
+    WriteOutcomeUnknown,
+)
 from control_plane.etcd import errors as etcd_errors
 from control_plane.etcd.endpoints import parse_endpoints
 from control_plane.etcd.model import prefix_end
@@ -56,18 +64,22 @@ def test_a_string_or_nothing_is_not_a_list_of_endpoints() -> None:
 
 
 def test_credentials_from_files(tmp_path: Path) -> None:
-    assert EtcdCredentials.from_files() is None
+    assert EtcdCredentialFiles().current() == EtcdCredentials()
     (tmp_path / "password").write_text("top secret \n")
-    credentials = EtcdCredentials.from_files(user="omni", password_file=str(tmp_path / "password"))
-    assert credentials is not None
+    files = EtcdCredentialFiles(user="omni", password_file=str(tmp_path / "password"))
+    credentials = files.current()
     assert credentials.password == "top secret "
     assert not credentials.tls
     assert "secret" not in repr(credentials)
+    (tmp_path / "password").write_text("another one\r\n")
+    assert files.current().password == "another one"
     (tmp_path / "cert").write_text("PEM")
     with pytest.raises(errors.InvalidRequestError, match="go together"):
-        EtcdCredentials.from_files(cert=str(tmp_path / "cert"))
-    with pytest.raises(errors.InvalidRequestError, match=r"ca: cannot read .*No such file"):
-        EtcdCredentials.from_files(ca=str(tmp_path / "none"))
+        EtcdCredentialFiles(cert=str(tmp_path / "cert"))
+    with pytest.raises(errors.InvalidRequestError, match=r"--etcd-cert: the file holds no usable PEM certificate"):
+        EtcdCredentialFiles(cert=str(tmp_path / "cert"), key=str(tmp_path / "cert"))
+    with pytest.raises(errors.InvalidRequestError, match=r"--etcd-ca: cannot read .*No such file"):
+        EtcdCredentialFiles(ca=str(tmp_path / "none"))
     with pytest.raises(errors.InvalidRequestError, match="needs a user"):
         EtcdCredentials(password="secret")
 
