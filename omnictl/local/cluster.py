@@ -244,6 +244,8 @@ def _worker(config: ClusterConfig, addresses: Addresses, worker: WorkerPlan) -> 
         may_leave=True,
     )
 
+        # A new process takes the place of the old one, also where ids have gaps.
+        pin=lambda ready: ("--preferred-replica-id", str(ready["replica_id"])),
 
 def _pinned(listen: str, address: str) -> str:
     """The host that was asked for, with the port that was got."""
