@@ -235,10 +235,12 @@ class Cluster:
     heartbeat_interval_s: float
     planes: list[ControlPlane] = dataclasses.field(default_factory=list)
 
-    async def control_plane(self, *, loaded: bool = True, endpoint: str = "") -> tuple[ControlPlane, Client]:
+    async def control_plane(
+        self, *, loaded: bool = True, endpoint: str = "", listen: str = "127.0.0.1:0"
+    ) -> tuple[ControlPlane, Client]:
         """Start another one. ``endpoint``: the way to etcd, if not the usual one."""
         settings = ControlPlaneConfig(
-            listen="127.0.0.1:0",
+            listen=listen,
             etcd=(self.etcd.endpoint,),
             lease_ttl_s=self.ttl_s,
             heartbeat_interval_s=self.heartbeat_interval_s,
