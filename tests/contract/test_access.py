@@ -1,9 +1,11 @@
-"""The table of who may call what, against the protos and the page that people read."""
+"""The table of who may call what, against the protos and the page that people read (docs/security.md)."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
+from pathlib import Path
 
 import pytest
 from google.protobuf.descriptor import FileDescriptor, ServiceDescriptor
@@ -46,6 +48,17 @@ def test_who_may_change_things(method: str) -> None:
         assert allowed == {Role.WORKER}
     if name == "Control":
         assert allowed == {Role.CONTROL_PLANE}
+
+
+def test_the_page_tells_the_same() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    told = dict(re.findall(r"^\| `([A-Za-z]+Service(?:/[A-Za-z]+)?)` \| ([a-z, -]+) \|$", text, re.MULTILINE))
+    ours = {
+        name.removeprefix("omni.v1."): "everyone" if roles == EVERYONE else ", ".join(sorted(roles))
+        for name, roles in {**access.SERVICES, **access.METHODS}.items()
+        if name.startswith("omni.v1.")
+    }
+    assert told == ours
 
 
 def test_what_is_not_listed_is_an_administrators() -> None:
