@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from omni.v1 import pipeline_pb2
+from omnicore.routing import needed_connectors
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class PipelineGraph:
         self.entrypoints: dict[str, int] = dict(pipeline.entrypoints)
         self._plans: dict[tuple[int, frozenset[str]], RoutePlan] = {}
         self._modalities: dict[str | None, list[str]] = {}
+        self._needed_connectors: dict[int, frozenset[str]] = {}
 
     @property
     def tasks(self) -> list[str]:
@@ -96,6 +98,13 @@ class PipelineGraph:
         plan = RoutePlan(steps, self.pipeline.async_chunk, kinds)
         self._plans[entry, wanted] = plan
         return plan
+
+    def needed_connectors(self, stage_id: int) -> frozenset[str]:
+        """Kinds of connector that replicas of a stage move data with; "auto" among them means any."""
+        if (known := self._needed_connectors.get(stage_id)) is None:
+            pipeline = self.pipeline
+            known = self._needed_connectors[stage_id] = needed_connectors(pipeline.edges, pipeline.connectors, stage_id)
+        return known
 
     def _step(self, stage_id: int, entry: int, needed: set[int], emitters: set[int]) -> StageStep:
         edges = [e for e in self.pipeline.edges if e.from_stage in needed and e.to_stage in needed]

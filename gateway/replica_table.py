@@ -17,6 +17,7 @@ from typing import Protocol
 from gateway.graph import PipelineGraph
 from omni.v1 import pipeline_pb2, types_pb2
 from omnicore.log import get_logger
+from omnicore.routing import lacking_connectors
 
 _log = get_logger(__name__)
 
@@ -43,6 +44,8 @@ class ReplicaView:
     """Our session to this claim is down."""
     draining: bool = False
     """The worker told us, maybe before the control plane did."""
+    lacking: tuple[str, ...] = ()
+    """Connectors that its stage needs and that it cannot use now."""
 
     @property
     def key(self) -> ReplicaKey:
@@ -68,6 +71,7 @@ class ReplicaView:
             and not record.cordoned
             and not self.broken
             and not self.draining
+            and not self.lacking
         )
 
     @property
@@ -127,6 +131,8 @@ class ReplicaTable:
             _log.info("pipeline known", pipeline=name, generation=graph.pipeline.generation)
             for listener in self._listeners:
                 listener.on_pipeline(name, graph)
+            for view in [view for view in self.replicas.values() if view.key[0] == name]:
+                self._set(view.key, dataclasses.replace(view, lacking=self._lacking(view.record)))
 
     def apply_replicas(
         self,
@@ -154,12 +160,14 @@ class ReplicaTable:
                 self._set(key, None)
         for key, record in records.items():
             old = self.replicas.get(key)
+            lacking = self._lacking(record)
             if old is None or record.ref.epoch > old.epoch:
-                self._set(key, ReplicaView(record))
+                self._set(key, ReplicaView(record, lacking=lacking))
             elif record.ref.epoch == old.epoch:
                 # What sessions told belongs to the address that they are with.
                 moved = record.endpoint != old.record.endpoint
-                self._set(key, ReplicaView(record) if moved else dataclasses.replace(old, record=record))
+                before = ReplicaView(record) if moved else old
+                self._set(key, dataclasses.replace(before, record=record, lacking=lacking))
 
     # -- facts from sessions --
 
@@ -174,6 +182,14 @@ class ReplicaTable:
         view = self.replicas.get(key)
         if view is not None and view.epoch == epoch:
             self._set(key, dataclasses.replace(view, draining=True))
+
+    def _lacking(self, record: types_pb2.Replica) -> tuple[str, ...]:
+        if all(offer.healthy for offer in record.connectors):
+            return ()
+        graph = self.pipelines.get(record.ref.stage.pipeline)
+        if graph is None:
+            return ()
+        return tuple(lacking_connectors(graph.needed_connectors(record.ref.stage.stage_id), record.connectors))
 
     def _set(self, key: ReplicaKey, new: ReplicaView | None) -> None:
         old = self.replicas.get(key)

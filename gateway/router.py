@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 
 import grpc.aio
 
-from gateway.balancers import create_balancer
+from gateway.balancers import POLICIES, create_balancer
 from gateway.graph import PipelineGraph
 from gateway.replica_session import ReplicaSession
 from gateway.replica_table import Claim, ReplicaTable, ReplicaView, StageKey, replica_key
@@ -20,6 +20,9 @@ from gateway.stage_pool import Assignment, StagePool
 from omni.v1 import types_pb2
 from omnicore import errors, rpc
 from omnicore.clock import SYSTEM_CLOCK, Clock
+from omnicore.log import get_logger
+
+_log = get_logger(__name__)
 
 
 class Router:
@@ -78,8 +81,9 @@ class Router:
 
     def is_routable(self, claim: Claim) -> bool:
         """This very instance may take requests now."""
-        view = self.table.replicas.get(claim[:3])
-        return view is not None and view.epoch == claim[3] and view.routable
+        pool = self.pools.get(claim[:2])
+        slot = pool.slots.get(claim[:3]) if pool is not None else None
+        return slot is not None and slot.claim == claim and slot.routable
 
     def ready_pipelines(self) -> dict[str, bool]:
         """Every pipeline, and whether each of its stages has a routable replica."""
@@ -114,7 +118,7 @@ class Router:
         """Pools exist for the stages of every known plan, so that requests can wait for a first replica."""
         wanted = set() if graph is None else {(name, stage_id) for stage_id in graph.stages}
         for key in wanted:
-            self._pool(key)
+            self._follow_policy(self._pool(key))
         for key in [key for key, pool in self.pools.items() if key[0] == name and key not in wanted and not pool.slots]:
             del self.pools[key]
 
@@ -180,6 +184,18 @@ class Router:
         if view is None or view.epoch != record.ref.epoch or view.record.endpoint != record.endpoint:
             return None
         return view
+
+    def _follow_policy(self, pool: StagePool) -> None:
+        """What an operator set for the stage, or else our own policy."""
+        graph = self.table.pipelines[pool.key[0]]
+        wanted = graph.stages[pool.key[1]].balancing_policy or self._policy
+        if wanted not in POLICIES:
+            # From a control plane that knows more than we do.
+            _log.warning("unknown balancing policy", stage=f"{pool.key[0]}/{pool.key[1]}", policy=wanted)
+            wanted = self._policy
+        if pool.policy != wanted:
+            _log.info("balancing policy", stage=f"{pool.key[0]}/{pool.key[1]}", policy=wanted, before=pool.policy)
+            pool.use(create_balancer(wanted, self._rng))
 
     def _pool(self, key: StageKey) -> StagePool:
         if (pool := self.pools.get(key)) is None:

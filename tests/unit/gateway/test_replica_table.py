@@ -126,3 +126,35 @@ def test_pipelines_follow_snapshots_and_deltas() -> None:
     assert recorder.heard == ["+text", "+speech", "-speech", "-text"]
     assert made.pipelines == {}
     assert made.pipeline_revision == 5
+
+
+def test_a_connector_that_its_stage_needs_decides_whether_it_is_routable() -> None:
+    made, recorder = table()
+    pipeline = speech_pipeline()
+    for edge in pipeline.edges:
+        edge.connector = ""
+
+    def talker(*healthy: bool) -> types_pb2.Replica:
+        stage = types_pb2.StageRef(pipeline=pipeline.name, stage_id=1)
+        record = types_pb2.Replica(ref=types_pb2.ReplicaRef(stage=stage, epoch=5), endpoint="h:1", state=READY)
+        for name, health in zip(("shm", "grpc"), healthy, strict=True):
+            record.connectors.add(name=name, healthy=health)
+        return record
+
+    key = (pipeline.name, 1, 0)
+    apply(made, talker(False, False))
+    assert made.replicas[key].routable, "nothing is known of the plan"
+    made.apply_pipelines([pipeline], [], snapshot=True, revision=1)
+    assert not made.replicas[key].routable
+    assert recorder.heard[-1] == "~0@5"
+    apply(made, talker(False, True))
+    assert made.replicas[key].routable, "any will do for an edge that is auto"
+    apply(made, talker(False, False))
+    assert not made.replicas[key].routable
+
+    pipeline = speech_pipeline()  # its edges name shared memory
+    made.apply_pipelines([pipeline], [], snapshot=False, revision=2)
+    apply(made, talker(False, True))
+    assert not made.replicas[key].routable, "an edge names the one that is ill"
+    apply(made, talker(True, True))
+    assert made.replicas[key].routable
