@@ -81,9 +81,8 @@ class Router:
 
     def is_routable(self, claim: Claim) -> bool:
         """This very instance may take requests now."""
-        pool = self.pools.get(claim[:2])
-        slot = pool.slots.get(claim[:3]) if pool is not None else None
-        return slot is not None and slot.claim == claim and slot.routable
+        view = self.table.replicas.get(claim[:3])
+        return view is not None and view.epoch == claim[3] and view.routable
 
     def ready_pipelines(self) -> dict[str, bool]:
         """Every pipeline, and whether each of its stages has a routable replica."""

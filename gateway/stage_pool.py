@@ -21,7 +21,6 @@ from gateway.replica_table import Claim, ReplicaKey, ReplicaView, StageKey
 from omni.v1 import types_pb2
 from omnicore import errors
 from omnicore.clock import SYSTEM_CLOCK, Clock
-from omnicore.routing import lacking_connectors
 
 # A session that is silent for this long may go anywhere again.
 SESSION_TTL_S = 1800.0
@@ -41,7 +40,6 @@ class ReplicaSlot:
         "_reported",
         "calls",
         "claim",
-        "fits",
         "hears_session",
         "inflight",
         "load",
@@ -63,18 +61,11 @@ class ReplicaSlot:
         self.load = 0
         self.hears_session = False
         """Its session has told load."""
-        self.fits = True
-        """Its connectors can move what this stage exchanges with others."""
 
     @property
     def key(self) -> ReplicaKey:
         """Its place."""
         return self.view.key
-
-    @property
-    def routable(self) -> bool:
-        """May take requests."""
-        return self.fits and self.view.routable
 
     def report(self, load: types_pb2.LoadReport) -> None:
         """Take in what the replica says of itself."""
@@ -141,7 +132,6 @@ class StagePool:
         self._bindings: dict[str, Assignment] = {}
         self._sessions: OrderedDict[str, _SessionBinding] = OrderedDict()
         self._waiters: set[asyncio.Future[None]] = set()
-        self._needed: frozenset[str] = frozenset()
 
     @property
     def policy(self) -> str:
@@ -175,17 +165,8 @@ class StagePool:
         if slot is None:
             slot = self.slots[view.key] = ReplicaSlot(view)
         slot.view = view
-        slot.fits = not lacking_connectors(self._needed, view.record.connectors)
         self._rebuild()
         return slot
-
-    def need(self, connectors: frozenset[str]) -> None:
-        """The plan says which kinds of connector replicas of this stage move data with."""
-        if connectors != self._needed:
-            self._needed = connectors
-            for slot in self.slots.values():
-                slot.fits = not lacking_connectors(connectors, slot.view.record.connectors)
-            self._rebuild()
 
     def remove(self, key: ReplicaKey) -> None:
         """A replica is gone. Assignments to it stay valid until their holders release them."""
@@ -202,7 +183,7 @@ class StagePool:
         return affected
 
     def _rebuild(self) -> None:
-        routable = sorted((s for s in self.slots.values() if s.routable), key=lambda s: s.order)
+        routable = sorted((s for s in self.slots.values() if s.view.routable), key=lambda s: s.order)
         self._healthy = [slot for slot in routable if not slot.view.suspect]
         self._suspect = [slot for slot in routable if slot.view.suspect]
         if routable:
@@ -295,7 +276,7 @@ class StagePool:
         """A binding holds while its replica is the same instance, routable, and not known to be in trouble."""
         if self.slots.get(slot.key) is not slot or slot.claim in exclude:
             return False
-        return slot.routable and not (slot.view.suspect and self._healthy)
+        return slot.view.routable and not (slot.view.suspect and self._healthy)
 
     def _bind_session(self, session_id: str, slot: ReplicaSlot) -> None:
         self._sessions[session_id] = _SessionBinding(slot.key, self._clock.monotonic())

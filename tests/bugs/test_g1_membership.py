@@ -19,6 +19,15 @@ from tests.integration.control_plane.harness import Client, Worker
 from tests.support.ports import reserved_port
 from tests.support.processes import wait_until
 
+SPOKEN = """
+pipeline: spoken
+async_chunk: true
+stages:
+  - {stage_id: 0, engine: sim, final_output: true, final_output_type: text, sim: {output: text, tokens: 4}}
+  - {stage_id: 1, engine: sim, final_output: true, final_output_type: audio, sim: {output: audio}}
+edges: [{from: 0, to: 1}]
+"""
+
 
 class Guest(stage_service_pb2_grpc.StageServiceServicer):
     """A worker that takes any claim for its own, and counts who speaks to it."""
@@ -203,6 +212,26 @@ async def test_bug_13_nothing_of_a_replica_outlives_it() -> None:
         await made.routable(1)
         assert [slot.load for slot in pool.slots.values()] == [0]
         assert not made.gateway.router.bindings
+
+
+async def test_bug_15_a_replica_whose_connector_is_sick_gets_nothing_until_it_is_well() -> None:
+    async with system() as made:
+        await made.apply(SPOKEN)
+        workers = [Worker(made.gateway.table.pipelines["spoken"].pipeline, stage_id) for stage_id in (0, 1)]
+        async with guest() as (_, first), guest() as (_, second):
+            for worker, endpoint in zip(workers, (first, second), strict=True):
+                worker.request.endpoint = endpoint
+                worker.request.connectors.add(name="shm", healthy=True)
+                worker.request.connectors.add(name="grpc", healthy=True)
+                await worker.register(made.client)
+            await made.routable(1, "spoken", 1)
+            for healthy in (False, True, False, True):
+                for offer in workers[1].request.connectors:
+                    offer.healthy = healthy
+                await workers[1].register(made.client)  # as a beat tells it, only that it is recorded on return
+                await made.routable(int(healthy), "spoken", 1)
+                assert made.gateway.router.pools["spoken", 0].routable == 1
+                assert [replica.suspect for replica in await replicas(made.client)] == [False, False], "but it lives"
 
 
 async def replicas(client: Client) -> list[types_pb2.Replica]:
