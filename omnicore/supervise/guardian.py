@@ -16,6 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+_CLOSE_WAIT_S = 5.0
+
 # Lines on standard input: "+ PID START GRACE_S" and "- PID". START is the process's start time in clock ticks since
 # boot, which tells it from a later one with the same id. A group whose leader is gone keeps the leader's id from being
 # used again, so without a process of that id the group is either still ours or empty.
@@ -99,7 +101,7 @@ class Guardian:
                 self._process.stdin.close()
         # If it waits for somebody's grace to end, it ends by itself after that.
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=0.5)
+            self._process.wait(timeout=_CLOSE_WAIT_S)
 
     def _say(self, line: str) -> None:
         if self._process.stdin is not None:

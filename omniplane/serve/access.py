@@ -31,6 +31,12 @@ def own_security(config: ServeConfig) -> Security:
     return Security(_settings(config, role), token_flag="--admin-token-file", token_file=token_file)
 
 
+def worker_security(config: ServeConfig) -> Security:
+    """That of the launcher's replicas, for what it does in the name of one that died."""
+    token_file = config.registration_token_file
+    return Security(_settings(config, Role.WORKER), token_flag="--registration-token-file", token_file=token_file)
+
+
 def _settings(config: ServeConfig, role: Role) -> SecurityConfig:
     return SecurityConfig(
         tls_ca=config.tls_ca,

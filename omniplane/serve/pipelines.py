@@ -87,6 +87,11 @@ class ControlPlaneClient:
             if not token:
                 return found
 
+    async def deregister(self, replica: types_pb2.ReplicaRef, reason: str) -> None:
+        """End a claim whose process is gone. A claim that does not exist any more is fine."""
+        request = registry_service_pb2.DeregisterRequest(replica=replica, reason=reason)
+        await self._call(self._registry.Deregister, request)
+
     async def _call(self, method: Any, request: Any) -> Any:
         try:
             return await method(request, timeout=_CALL_TIMEOUT_S)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import socket
 from collections.abc import Mapping, Sequence
 
-from omni.v1 import pipeline_pb2
+from omni.v1 import pipeline_pb2, types_pb2
+from omnicore.errors import OmniError
 from omnicore.log import get_logger
 from omnicore.supervise.supervisor import Member, State, Supervisor
 from omnicore.tasks import together
 from omniplane.serve import devices, specs
+from omniplane.serve.access import worker_security
 from omniplane.serve.config import ServeConfig
+from omniplane.serve.pipelines import connected
 
 _log = get_logger(__name__)
 
-# A device process group is over when its replica has ended by itself, or will not be started again.
 _OVER = (State.STOPPED, State.FAILED)
+_ENDED = (State.RESTARTING, State.CRASH_LOOP, State.FAILED)
 _DIFFUSION_OUTPUTS = ("image", "video")
 
 
@@ -57,12 +61,17 @@ class ReplicaProcManager:
         self._supervisor = supervisor
         self._replicas: dict[str, LocalReplica] = {}
         self._ports: dict[str, int] = {}
+        self._pipeline = ""
+        self._control_plane = ""
+        self._claims: dict[str, tuple[int, int]] = {}
+        self._giving_back: set[asyncio.Task[None]] = set()
 
     async def start(
         self, pipeline: str, control_plane_address: str, replicas: Sequence[LocalReplica], *, reserved_ids: bool
     ) -> None:
         """Start those of ``replicas`` that do not run, all at once; returns when they are ready. ``reserved_ids``:
         they ask for the ids from 0 on, which the control plane keeps for them."""
+        self._pipeline, self._control_plane = pipeline, control_plane_address
         new = [replica for replica in replicas if replica.name not in self._replicas]
         self._replicas |= {replica.name: replica for replica in new}
         await together(
@@ -86,12 +95,36 @@ class ReplicaProcManager:
     async def stop(self) -> None:
         """Stop them all: requests may end, up to --drain-timeout."""
         await self._supervisor.stop([list(self._replicas)])
+        if self._giving_back:
+            await asyncio.wait(self._giving_back)
 
     def changed(self, member: Member) -> None:
-        """Tell of a replica that is up, in the words that scripts written for vLLM-Omni wait for."""
+        """A process changed its state."""
         replica = self._replicas.get(member.spec.name)
-        if replica is None or member.state is not State.READY:
+        if replica is None:
             return
+        if member.state is State.READY:
+            self._claims[replica.name] = (int(member.ready["replica_id"]), int(member.ready["epoch"]))
+            self._tell(replica, member)
+        elif member.state in _ENDED and (claim := self._claims.pop(replica.name, None)) is not None:
+            task = asyncio.create_task(self._give_back(replica, *claim), name=f"give back {replica.name}")
+            self._giving_back.add(task)
+            task.add_done_callback(self._giving_back.discard)
+
+    async def _give_back(self, replica: LocalReplica, replica_id: int, epoch: int) -> None:
+        """Deregister a replica that died without a word, so that its id is free for the process that replaces it.
+        Best effort: its lease ends it anyway, and one that did deregister itself is none the worse."""
+        stage = types_pb2.StageRef(pipeline=self._pipeline, stage_id=replica.stage.stage_id)
+        ref = types_pb2.ReplicaRef(stage=stage, replica_id=replica_id, epoch=epoch)
+        try:
+            async with connected(worker_security(self._config), self._control_plane) as plane:
+                await plane.deregister(ref, f"its process {replica.name} ended")
+        except OmniError as error:
+            _log.info("its claim is left to its lease", replica=replica.name, error=error.message)
+
+    @staticmethod
+    def _tell(replica: LocalReplica, member: Member) -> None:
+        """That it is up, in the words that scripts written for vLLM-Omni wait for."""
         stage, replica_id = replica.stage, member.ready["replica_id"]
         diffusion = stage.engine == "diffusers" or stage.final_output_type in _DIFFUSION_OUTPUTS
         text = (
