@@ -62,6 +62,7 @@ while groups:
                 os.killpg(pid, signal.SIGKILL)
             except OSError:
                 pass
+            del groups[pid]
     time.sleep(0.1)
 """
 
