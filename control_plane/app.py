@@ -77,7 +77,7 @@ class ControlPlane:
         self._tokens = _token_files(settings)
         self.table = Table(Keys(settings.cluster))
         records = Records(client, self.table)
-        self.feed = Feed(client, self.table, clock)
+        self.feed = Feed(client, self.table, lease_ttl_s=settings.lease_ttl_s, clock=clock)
         self.heartbeats = Heartbeats(
             client,
             self.table,

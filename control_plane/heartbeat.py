@@ -45,6 +45,9 @@ _LOOKUP_S: Final = 0.5
 # Nor must waiting for a new state to be recorded: a few milliseconds while etcd is well.
 _SETTLE_S: Final = 0.3
 _WORKERS: Final = 32
+# A suspicion that is written so long after the last beat, or later, may have been overtaken: this process or its way to
+# etcd stood still, and the replica beats at another control plane by now.
+_OLD_NEWS_S: Final = 2.0
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -295,6 +298,11 @@ class Heartbeats:
         if claim is None or pulse is None or pulse.epoch != claim.epoch:
             return None
         try:
+            if pulse.suspect and await self._beats_elsewhere(claim, pulse):
+                _log.info("replica beats at another control plane", replica=key, epoch=claim.epoch)
+                self._liveness.forget(key, claim.epoch)
+                self._claims.pop(key, None)
+                return None
             written = await self._records.update(key, claim.epoch, lambda new: _correct(new, claim, pulse.suspect))
             if written is not None:
                 await self._table.wait_revision(written.revision)
@@ -307,6 +315,15 @@ class Heartbeats:
         except codec.RecordError as error:
             _log.warning("record left alone: it is unreadable", replica=key, error=error)
         return None
+
+    async def _beats_elsewhere(self, claim: _Claim, pulse: liveness.Pulse) -> bool:
+        """Whether somebody refreshed its lease after its last beat here: only beats do that."""
+        silent_s = self._clock.monotonic() - pulse.heard_s
+        if silent_s < max(_OLD_NEWS_S, liveness.MISSED_BEATS * self.interval_s + 1.0):
+            return False
+        ttl = await self._client.lease_time_to_live(claim.lease_id)
+        # Ours was refreshed at its last beat at the latest. etcd tells whole seconds.
+        return ttl.ttl_s > ttl.granted_ttl_s - silent_s + 1.0
 
     async def _refresh(self, key: ReplicaKey) -> float | None:
         """Refresh the lease of a claim. Work queue handler; failures are repeated by later beats only."""

@@ -2,7 +2,8 @@
 
 ::
 
-    /omni/v1/meta                                                   schema version, shared by all clusters
+    /omni/v1/meta                                                   schema version, shared by all clusters; which store
+    /omni/v1/meta.restored.{cluster}                                which former store was put back into this one
     /omni/v1/{cluster}/pipelines/{pipeline}                         Pipeline
     /omni/v1/{cluster}/replicas/{pipeline}/{stage_id}/{replica_id}  Replica, under the replica's lease
     /omni/v1/{cluster}/instances/{instance_uuid}                    ReplicaRef of the claim, under the same lease
@@ -27,6 +28,8 @@ from typing import Final, NamedTuple, TypeAlias
 
 ROOT: Final = "/omni/v1/"
 META_KEY: Final = ROOT + "meta"
+# Beside, not inside, the keys of clusters: a cluster's own begin with its name and a slash.
+_RESTORED: Final = ROOT + "meta.restored."
 MAX_NAME_LENGTH: Final = 128
 MAX_ID: Final = 2**32 - 1  # uint32 in the protos
 
@@ -136,6 +139,7 @@ class Keys:
             raise ValueError(f"cluster: must be {NAME_RULE}, got {cluster[:80]!r}")
         self.cluster = cluster
         self.root = f"{ROOT}{cluster}/"
+        self.restored = _RESTORED + cluster
         self.pipelines = f"{self.root}pipelines/"
         self.replicas = f"{self.root}replicas/"
         self.instances = f"{self.root}instances/"

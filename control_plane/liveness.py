@@ -69,6 +69,8 @@ class Pulse:
     epoch: int
     deadline_s: float
     stream: int
+    heard_s: float = float("-inf")
+    """When it surely beat last: beats that waited in a socket while this process stood still may be old."""
     beat_s: float = float("-inf")
     suspect: bool = False
     beats_in_row: int = 0
@@ -120,6 +122,8 @@ class Liveness:
         self._ladder_s = ladder_s(interval_s)
         pulse.beat_s = now_s
         pulse.deadline_s = now_s + self._ladder_s
+        if not self._awakes(now_s):
+            pulse.heard_s = now_s
         if pulse.suspect and pulse.beats_in_row >= pulse.beats_to_return:
             pulse.suspect = False
         if not pulse.in_heap and not pulse.suspect:
@@ -135,9 +139,9 @@ class Liveness:
 
     def broken(self, key: ReplicaKey, epoch: int, stream: int, now_s: float) -> Pulse | None:
         """The stream ended. The pulse that is suspect by that; ``None`` if it already was, a newer stream has taken
-        over, or the claim is gone."""
+        over, or the claim is gone. Not if this process stood still: the end may be old news, so silence decides."""
         pulse = self._pulses.get(key)
-        if pulse is None or pulse.epoch != epoch or pulse.stream != stream or pulse.suspect:
+        if self._awakes(now_s) or pulse is None or pulse.epoch != epoch or pulse.stream != stream or pulse.suspect:
             return None
         self._suspect(pulse, now_s)
         return pulse
@@ -168,6 +172,10 @@ class Liveness:
             self._suspect(pulse, now_s)
             silent.append(pulse)
         return silent
+
+    def _awakes(self, now_s: float) -> bool:
+        """True while what this process hears may be from before it stood still."""
+        return now_s - self._last_sweep_s > STALL_S or now_s < self._trust_until_s
 
     def _push(self, pulse: Pulse) -> None:
         pulse.in_heap = True

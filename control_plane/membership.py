@@ -23,6 +23,7 @@ from typing import Final
 
 from control_plane import codec, compat, liveness, states, validate
 from control_plane.etcd import (
+    Compare,
     EtcdClient,
     KeyValue,
     LeaseLost,
@@ -33,9 +34,10 @@ from control_plane.etcd import (
     op_delete,
     op_get,
     op_put,
+    value_is,
 )
 from control_plane.ids import IdPool
-from control_plane.keys import ReplicaKey
+from control_plane.keys import META_KEY, ReplicaKey
 from control_plane.records import Records, found
 from control_plane.table import Table
 from omni.v1 import pipeline_pb2, types_pb2
@@ -146,7 +148,7 @@ class Membership:
     async def _ground(self, request: pb.RegisterRequest) -> _Ground:
         uuid, name = request.instance_uuid, request.stage.pipeline
         result = await self._client.txn(
-            [],
+            self._same_store(),
             [
                 op_get(self._keys.instance(uuid)),
                 op_get(self._keys.pipeline(name)),
@@ -155,6 +157,11 @@ class Membership:
                 op_get(self._keys.drain(uuid)),
             ],
         )
+        if not result.succeeded:
+            self._table.store_doubted = True
+            raise UnavailableError(
+                "etcd's store was replaced: it is being restored", reason="STORE_REPLACED", retry_after_s=0.3
+            )
         if found(result, 3) is not None:
             raise _stays_away(request, "evicted", "EVICTED")
         plan = found(result, 1)
@@ -273,6 +280,7 @@ class Membership:
             create_revision_is(record_path, 0),
             create_revision_is(index_path, 0),
             mod_revision_is(plan_path, ground.plan.mod_revision),
+            *self._same_store(),
         ]
         record = codec.encode_replica(_record(request, key, cordoned=ground.cordoned))
         puts = [op_put(record_path, record, lease_id), op_put(index_path, codec.encode_claim(key), lease_id)]
@@ -283,6 +291,11 @@ class Membership:
                 )
             except WriteOutcomeUnknown as error:
                 _log.warning("claim repeated: its outcome is unknown", replica=key, error=error)
+
+    def _same_store(self) -> list[Compare]:
+        """Holds in the store that the table mirrors: an empty one in its place knows no plans, and no claims."""
+        mark = self._table.store_mark
+        return [value_is(META_KEY, mark)] if mark else []
 
     async def _revoke(self, lease_id: int) -> None:
         if lease_id == 0:

@@ -108,6 +108,10 @@ class Table:
     def __init__(self, keys: Keys) -> None:
         self.keys = keys
         self.revision = 0
+        self.store_mark = b""
+        """What META_KEY holds in the store that this mirrors: no other store has the same."""
+        self.store_doubted = False
+        """Somebody found another mark there: list again."""
         self._loaded = asyncio.Event()
         self._stale = True
         self._replicas: dict[ReplicaKey, ReplicaRow] = {}

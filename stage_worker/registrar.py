@@ -33,7 +33,9 @@ from stage_worker.progress import LoadSource, Progress
 _log = get_logger(__name__)
 
 BEAT_TIMEOUT_S = 3.0
-"""A control plane that does not answer a beat for so long is given up: etcd may pause for 2 s."""
+"""A control plane that does not answer a beat for so long is given up: etcd may pause for 2 s. With a short lease it is
+given up sooner, so that another one can still refresh it."""
+_LEAST_BEAT_TIMEOUT_S = 1.0
 DEREGISTER_TIMEOUT_S = 2.0
 _PROGRESS_POLL_S = 0.05  # while a probe is out: output counts as well
 
@@ -87,6 +89,7 @@ class Registrar:
         self._state: types_pb2.ReplicaState.ValueType = types_pb2.REPLICA_STATE_STARTING
         self._lease_id = 0
         self._interval_s = 0.25
+        self._beat_timeout_s = BEAT_TIMEOUT_S
         self._kick = asyncio.Event()
         self._confirmed = asyncio.Condition()
         self._confirmed_state: types_pb2.ReplicaState.ValueType = types_pb2.REPLICA_STATE_UNSPECIFIED
@@ -111,6 +114,9 @@ class Registrar:
             self._identity.adopt(response.replica)
         self._lease_id = response.lease_id
         self._interval_s = response.heartbeat_interval.ToNanoseconds() / 1e9 or self._interval_s
+        # The last refresh may be a third of the lease's life ago; after the wait a third must be left.
+        third_s = response.lease_ttl.ToNanoseconds() / 3e9 or BEAT_TIMEOUT_S
+        self._beat_timeout_s = min(BEAT_TIMEOUT_S, max(_LEAST_BEAT_TIMEOUT_S, third_s))
         if changed:
             _log.info("registered", replica=replica_name(response.replica), control_plane=self._client.address)
 
@@ -134,7 +140,9 @@ class Registrar:
                 if not await self._beat_on_one_stream(backoff):
                     return
             except (grpc.aio.AioRpcError, TimeoutError, asyncio.InvalidStateError) as error:
-                reason = from_exception(error).message
+                # gRPC says "invalid state" to who writes to a stream that has ended.
+                ended = isinstance(error, asyncio.InvalidStateError)
+                reason = "the stream ended" if ended else from_exception(error).message
                 _log.warning("heartbeats interrupted", control_plane=self._client.address, error=reason)
             await self._client.next_address()
             await asyncio.sleep(backoff.next_delay_s())
@@ -172,7 +180,7 @@ class Registrar:
                     await asyncio.get_running_loop().create_future()
                 self._kick.clear()
                 beat = self._beat(offers)
-                async with asyncio.timeout(BEAT_TIMEOUT_S):
+                async with asyncio.timeout(self._beat_timeout_s):
                     await call.write(beat)
                     response = await call.read()
                 if not isinstance(response, pb.HeartbeatResponse):

@@ -70,12 +70,25 @@ class EtcdClient:
         """The member that calls go to now, for people."""
         return self._transport.target
 
+    @property
+    def history_base(self) -> int:
+        """Added to every revision that etcd tells, and taken off every one that it is asked for.
+
+        0 but for a store that took the place of another: its history then goes on where the former one's ended, so
+        that revisions, and what is named by them, never come back.
+        """
+        return self._transport.history_base
+
+    @history_base.setter
+    def history_base(self, base: int) -> None:
+        self._transport.history_base = base
+
     # Keys
 
     async def get(self, key: str) -> model.KeyValue | None:
         """The key as the quorum has it now, or ``None``."""
         response = await self._transport.call(RANGE, wire.RangeRequest(key=key.encode()), repeatable=True)
-        return model.key_value(response.kvs[0]) if response.kvs else None
+        return model.key_value(response.kvs[0], self.history_base) if response.kvs else None
 
     async def get_prefix(self, prefix: str, *, limit: int = 0, revision: int = 0, after: str = "") -> model.RangeResult:
         """All keys that start with ``prefix``, in key order, at most ``limit`` (0: all), those behind ``after`` only.
@@ -84,14 +97,16 @@ class EtcdClient:
         """
         key = prefix.encode()
         first = max(key or b"\0", after.encode() + b"\0" if after else b"")
-        request = wire.RangeRequest(key=first, range_end=model.prefix_end(key), limit=limit, revision=revision)
-        return model.range_result(await self._transport.call(RANGE, request, repeatable=True))
+        base = self.history_base
+        past = max(revision - base, 1) if revision else 0
+        request = wire.RangeRequest(key=first, range_end=model.prefix_end(key), limit=limit, revision=past)
+        return model.range_result(await self._transport.call(RANGE, request, repeatable=True), base=base)
 
     async def put(self, key: str, value: bytes, *, lease_id: int = 0) -> int:
         """Write a key, under a lease if one is given, and return the revision. Raises ``LeaseLost``."""
         request = wire.PutRequest(key=key.encode(), value=value, lease=lease_id)
         response = await self._transport.call(_PUT, request, repeatable=False, lease_id=lease_id)
-        return response.header.revision
+        return response.header.revision + self.history_base
 
     async def delete(self, key: str) -> model.DeleteResult:
         """Delete a key, if it exists."""
@@ -116,21 +131,24 @@ class EtcdClient:
         """
         ops = (*success, *failure)
         lease_id = next((op.request_put.lease for op in ops if op.request_put.lease), 0)
+        base = self.history_base
+        conditions = [model.rebased(condition, base) for condition in compare]
         response = await self._transport.call(
             _TXN,
-            wire.TxnRequest(compare=compare, success=success, failure=failure),
+            wire.TxnRequest(compare=conditions, success=success, failure=failure),
             repeatable=all(op.HasField("request_range") for op in ops),
             lease_id=lease_id,
         )
-        return model.txn_result(response)
+        return model.txn_result(response, base)
 
     async def compact(self, revision: int) -> None:
         """Forget history before ``revision``. Raises ``Compacted`` if that is forgotten already."""
-        await self._transport.call(_COMPACT, wire.CompactionRequest(revision=revision), repeatable=True)
+        request = wire.CompactionRequest(revision=max(revision - self.history_base, 1))
+        await self._transport.call(_COMPACT, request, repeatable=True)
 
     async def _delete(self, request: wire.DeleteRangeRequest) -> model.DeleteResult:
         response = await self._transport.call(_DELETE, request, repeatable=False)
-        return model.DeleteResult(response.deleted, response.header.revision)
+        return model.DeleteResult(response.deleted, response.header.revision + self.history_base)
 
     # Leases
 
@@ -193,15 +211,18 @@ class EtcdClient:
 
     # Changes
 
-    def watch_prefix(self, prefix: str, *, start_revision: int = 0) -> AsyncGenerator[model.WatchBatch, None]:
+    def watch_prefix(
+        self, prefix: str, *, start_revision: int = 0, same_store: tuple[str, bytes] | None = None
+    ) -> AsyncGenerator[model.WatchBatch, None]:
         """Changes of all keys that start with ``prefix``, from ``start_revision`` on (0: from now on).
 
         Never ends by itself and outlives servers; see ``control_plane.etcd.watch`` for its guarantees. After
         ``get_prefix``, start at the result's ``revision + 1``. Batches without events are signs of life, about one a
-        second. Raises ``Compacted`` (list again), ``WatchCancelled``, ``PermissionDeniedError``. Wrap it in
-        ``contextlib.aclosing`` if the loop may be left early.
+        second. ``same_store`` is a key and its value that no other store has: with another value, or without it, the
+        history after a reconnection is not the one that was followed so far. Raises ``Compacted`` (list again),
+        ``WatchCancelled``, ``PermissionDeniedError``. Wrap it in ``contextlib.aclosing`` if the loop may be left early.
         """
-        return Watch(self._transport, prefix, start_revision).batches()
+        return Watch(self._transport, prefix, start_revision, same_store).batches()
 
     # The cluster
 
@@ -210,7 +231,7 @@ class EtcdClient:
         response = await self._transport.call(_STATUS, wire.StatusRequest(), repeatable=True)
         return model.MemberStatus(
             version=response.version,
-            revision=response.header.revision,
+            revision=response.header.revision + self.history_base,
             member_id=response.header.member_id,
             leader_id=response.leader,
             db_size_bytes=response.db_size,

@@ -164,23 +164,42 @@ def prefix_end(prefix: bytes) -> bytes:
     return stem[:-1] + bytes([stem[-1] + 1]) if stem else b"\0"
 
 
-def key_value(kv: wire.KeyValue) -> KeyValue:
-    """From the wire. Raises ``UnicodeDecodeError`` for a key that is not UTF-8; ours always are."""
-    return KeyValue(kv.key.decode(), kv.value, kv.create_revision, kv.mod_revision, kv.version, kv.lease)
+def key_value(kv: wire.KeyValue, base: int = 0) -> KeyValue:
+    """From the wire. ``base``: what is added to every revision, see ``EtcdClient.history_base``. Raises
+    ``UnicodeDecodeError`` for a key that is not UTF-8; ours always are."""
+    created = kv.create_revision + base if kv.create_revision else 0
+    return KeyValue(kv.key.decode(), kv.value, created, kv.mod_revision + base, kv.version, kv.lease)
 
 
-def range_result(response: wire.RangeResponse, revision: int = 0) -> RangeResult:
-    """From the wire. ``revision``: of the enclosing transaction, whose inner answers have no header."""
-    return RangeResult([key_value(kv) for kv in response.kvs], revision or response.header.revision, response.more)
+def range_result(response: wire.RangeResponse, revision: int = 0, base: int = 0) -> RangeResult:
+    """From the wire. ``revision``: of the enclosing transaction, base included, whose inner answers have no header."""
+    read_at = revision or response.header.revision + base
+    return RangeResult([key_value(kv, base) for kv in response.kvs], read_at, response.more)
 
 
-def txn_result(response: wire.TxnResponse) -> TxnResult:
+def rebased(compare: Compare, base: int) -> Compare:
+    """The condition with the store's own revision in it, for the wire."""
+    named = compare.create_revision if compare.target == _CREATE else compare.mod_revision
+    if not base or compare.target == _VALUE or not named:
+        return compare
+    result = wire.Compare()
+    result.CopyFrom(compare)
+    # A revision from before this store's history is one that no key of it has; -1 is none either.
+    own = named - base if named > base else -1
+    if compare.target == _CREATE:
+        result.create_revision = own
+    else:
+        result.mod_revision = own
+    return result
+
+
+def txn_result(response: wire.TxnResponse, base: int = 0) -> TxnResult:
     """From the wire."""
-    revision = response.header.revision
+    revision = response.header.revision + base
     responses: list[RangeResult | PutResult | DeleteResult] = []
     for answer in response.responses:
         if answer.HasField("response_range"):
-            responses.append(range_result(answer.response_range, revision))
+            responses.append(range_result(answer.response_range, revision, base))
         elif answer.HasField("response_delete_range"):
             responses.append(DeleteResult(answer.response_delete_range.deleted, revision))
         else:
@@ -188,9 +207,9 @@ def txn_result(response: wire.TxnResponse) -> TxnResult:
     return TxnResult(response.succeeded, revision, responses)
 
 
-def watch_events(events: Sequence[wire.Event]) -> list[WatchEvent]:
+def watch_events(events: Sequence[wire.Event], base: int = 0) -> list[WatchEvent]:
     """From the wire."""
     return [
-        WatchEvent(EventKind.DELETE if event.type == _DELETE else EventKind.PUT, key_value(event.kv))
+        WatchEvent(EventKind.DELETE if event.type == _DELETE else EventKind.PUT, key_value(event.kv, base))
         for event in events
     ]

@@ -150,6 +150,8 @@ class Transport:
         self.timeout_s = timeout_s
         self.clock = clock
         self.closed = False
+        self.history_base = 0
+        """See ``EtcdClient.history_base``."""
 
     def _connect(self) -> list[grpc.aio.Channel]:
         credentials = self._credentials or EtcdCredentials()

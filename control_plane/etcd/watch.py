@@ -48,8 +48,12 @@ class Watch:
     """One watch over one range of keys. ``next_revision`` is the first one that was not delivered yet (0: not known
     before the first stream)."""
 
-    def __init__(self, transport: Transport, prefix: str, start_revision: int) -> None:
+    def __init__(
+        self, transport: Transport, prefix: str, start_revision: int, same_store: tuple[str, bytes] | None = None
+    ) -> None:
         self._transport = transport
+        self._same_store = same_store
+        self._base = transport.history_base
         self._key = prefix.encode()
         self._range_end = model.prefix_end(self._key)
         self.next_revision = start_revision
@@ -84,7 +88,8 @@ class Watch:
             return None
 
     async def _deliver(self, stream: _Stream) -> AsyncGenerator[model.WatchBatch, None]:
-        create = wire.WatchCreateRequest(key=self._key, range_end=self._range_end, start_revision=self.next_revision)
+        start = max(self.next_revision - self._base, 1) if self.next_revision else 0
+        create = wire.WatchCreateRequest(key=self._key, range_end=self._range_end, start_revision=start)
         try:
             await self._write(stream, wire.WatchRequest(create_request=create))
             while True:
@@ -93,12 +98,12 @@ class Watch:
                     self._cancelled(stream, response)
                 self._backoff.reset()
                 if response.created:
-                    await self._created(response.header.revision)
+                    await self._created(response.header.revision + self._base)
                     continue
                 self._answer_within_s, self._relogged = _ANSWER_WITHIN_S, False
                 if response.events:
-                    self.next_revision = response.events[-1].kv.mod_revision + 1
-                yield model.WatchBatch(self.next_revision - 1, model.watch_events(response.events))
+                    self.next_revision = response.events[-1].kv.mod_revision + self._base + 1
+                yield model.WatchBatch(self.next_revision - 1, model.watch_events(response.events, self._base))
         except StreamBrokenError as broken:
             raise self._broken(stream, broken) from broken
 
@@ -108,17 +113,24 @@ class Watch:
         elif revision + 1 < self.next_revision:
             # This member is behind what we saw. If it only lags, it will catch up. If the quorum is behind, too, the
             # store was replaced, and waiting for that revision could take for ever.
-            request = wire.RangeRequest(key=self._key, limit=1)
-            try:
-                now = await self._transport.call(RANGE, request, repeatable=True)
-            except etcd_errors.EtcdUnavailable as error:
-                raise _ReconnectError(error, rotate=False) from error
-            if now.header.revision + 1 < self.next_revision:
+            now = await self._range(self._key)
+            if now.header.revision + self._base + 1 < self.next_revision:
                 raise etcd_errors.Compacted(
                     0,
-                    f"etcd is at revision {now.header.revision}, before {self.next_revision}: "
+                    f"etcd is at revision {now.header.revision + self._base}, before {self.next_revision}: "
                     "its store was replaced; list again",
                 )
+        if self._same_store is not None:
+            key, value = self._same_store
+            mark = await self._range(key.encode())
+            if not mark.kvs or mark.kvs[0].value != value:
+                raise etcd_errors.Compacted(0, f"etcd's store was replaced: {key} is another; list again")
+
+    async def _range(self, key: bytes) -> wire.RangeResponse:
+        try:
+            return await self._transport.call(RANGE, wire.RangeRequest(key=key, limit=1), repeatable=True)
+        except etcd_errors.EtcdUnavailable as error:
+            raise _ReconnectError(error, rotate=False) from error
 
     async def _write(self, stream: _Stream, request: wire.WatchRequest) -> None:
         try:
@@ -144,7 +156,7 @@ class Watch:
 
     def _cancelled(self, stream: _Stream, response: wire.WatchResponse) -> None:
         if response.compact_revision > 0:
-            raise etcd_errors.Compacted(response.compact_revision)
+            raise etcd_errors.Compacted(response.compact_revision + self._base)
         reason = response.cancel_reason
         # Servers before 3.5 say "permission denied" for an expired token as well: worth one new token.
         if (etcd_errors.is_stale_token(reason) or "permission denied" in reason) and not self._relogged:

@@ -93,6 +93,13 @@ class EtcdNode:
         self.process.kill()
         self.process.wait()
 
+    def send(self, sig: signal.Signals) -> None:
+        """Send a signal, and reap if that ends it."""
+        os.kill(self.pid, sig)
+        if sig in (signal.SIGKILL, signal.SIGTERM):
+            assert self.process is not None
+            self.process.wait(READY_S)
+
     def freeze(self) -> None:
         """SIGSTOP: connections stay up, nothing answers."""
         os.kill(self.pid, signal.SIGSTOP)

@@ -7,9 +7,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from omni.v1 import pipeline_service_pb2
+from omni.v1 import admin_service_pb2, pipeline_service_pb2
 from omni.v1 import registry_service_pb2 as pb
 from tests.integration.control_plane.harness import DEPLOY, Client, Worker, cluster, error_of, until, watching
+from tests.support.proxy import TcpProxy
 
 
 async def churn(client: Client, rounds: int) -> None:
@@ -104,20 +105,59 @@ async def test_compacted_history_is_listed_anew_and_nothing_is_lost(tmp_path: Pa
             assert plane.feed.resyncs == 1
 
 
-async def test_a_wiped_etcd_empties_the_table_and_workers_come_back() -> None:
+async def test_a_wiped_etcd_is_filled_from_memory() -> None:
     async with cluster() as c:
         client = await c.start()
         await churn(client, 3)
+        await client.admin.CordonReplica(
+            admin_service_pb2.CordonReplicaRequest(
+                replica=next(iter((await client.replicas()).values())).ref, request_id="cordon-1"
+            )
+        )
         async with watching(client) as watcher:
+            before = dict(watcher.table)
             assert watcher.ids()
             c.etcd.kill()
             c.etcd.wipe()
             await c.etcd.restart()
-            await until(lambda: not watcher.ids(), "empty")
+            await until(lambda: any(frame.snapshot for frame in watcher.frames[1:]), "start over")
+            assert set(watcher.table) == set(before)
+            for key, replica in watcher.table.items():
+                assert replica.ref.epoch > before[key].ref.epoch, "epochs never go back"
+                assert replica.cordoned == before[key].cordoned
+                assert replica.instance_uuid == before[key].instance_uuid
+            assert (await c.etcd_client.get("/omni/v1/default/pipelines/demo")) is not None
+            # Ids go on where they were, and a claim made now is the newest.
+            newest = max(replica.ref.epoch for replica in watcher.table.values())
             worker = Worker(await client.apply())
             await worker.register(client)
-            await until(lambda: watcher.ids() == {0}, "back")
-            assert any(frame.snapshot for frame in watcher.frames[1:]), "revisions went back: start over"
+            assert worker.replica_id == min(set(range(20)) - {key[2] for key in before})
+            assert worker.claim.replica.epoch > newest
+
+
+async def test_what_was_deleted_after_a_wipe_stays_deleted() -> None:
+    """A control plane that comes late, with the old store in its memory, does not put it back."""
+    async with cluster() as c, TcpProxy(c.etcd.endpoint) as wire:
+        client = await c.start()
+        _, late = await c.control_plane(endpoint=wire.address)
+        await client.apply(DEPLOY.replace("demo", "other"))
+        async with watching(late) as watcher:
+            wire.reset()
+            c.etcd.kill()
+            c.etcd.wipe()
+            await c.etcd.restart()
+            restored = "/omni/v1/default/pipelines/other"
+            async with asyncio.timeout(20):
+                while await c.etcd_client.get(restored) is None:
+                    await asyncio.sleep(0.05)
+            await client.pipelines.DeletePipeline(pipeline_service_pb2.DeletePipelineRequest(name="other"))
+            wire.heal()
+            await until(lambda: any(frame.snapshot for frame in watcher.frames[1:]), "the late one is back")
+        assert await c.etcd_client.get(restored) is None
+        names = [
+            p.name for p in (await late.pipelines.ListPipelines(pipeline_service_pb2.ListPipelinesRequest())).pipelines
+        ]
+        assert names == ["demo"]
 
 
 async def test_a_stopping_control_plane_sends_watchers_away() -> None:

@@ -102,6 +102,7 @@ def test_flapping_makes_returns_slower_and_calm_makes_them_quick_again() -> None
         beats = 0
         while pulse.suspect:
             world.clock.advance(INTERVAL_S)
+            world.liveness.sweep(world.clock.monotonic())
             world.beat(A)
             beats += 1
         needed.append(beats)
@@ -120,6 +121,21 @@ def test_a_broken_stream_is_suspect_at_once_and_once() -> None:
     assert world.liveness.broken(A, 1, world.streams[A], now) is None
     world.run(0)
     assert world.suspected == []
+
+
+def test_what_is_heard_after_standing_still_may_be_old() -> None:
+    world = World(A)
+    world.run(1.0)
+    before_s = world.clock.monotonic()
+    world.clock.advance(5.0)  # a beat from back then is read, and the end of its stream
+    assert world.beat(A).heard_s < before_s
+    assert world.liveness.broken(A, 1, world.streams[A], world.clock.monotonic()) is None
+    world.silent.add(A)
+    world.run(2.0)
+    assert world.suspected == [A], "silence decides"
+    pulse = world.liveness.get(A)
+    assert pulse is not None
+    assert pulse.heard_s < before_s, "so that who beats elsewhere by now can be told apart"
 
 
 def test_an_old_stream_says_nothing_once_a_newer_one_beats() -> None:

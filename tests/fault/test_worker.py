@@ -1,0 +1,132 @@
+"""A worker is killed, stopped, hangs, or loses its network."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import pytest_asyncio
+
+from tests.fault.clients import CLIENTS, Load, load, serves
+from tests.fault.cluster import Cluster, Rounds, Unit, eventually, rounds
+from tests.fault.record import record
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+KILLS = 4
+UNROUTED_S = 0.25
+"""Killed, until no gateway routes there: the bar."""
+HANG_UNROUTED_S = 3.0
+"""Hung, until no gateway routes there: the bar."""
+KEEPALIVE_S = 13.0
+"""A connection that says nothing is given up after 10 + 3 s (omnicore/rpc.py)."""
+SLACK_S = 10.0
+"""What a loaded machine may take on top of a limit that the product keeps by itself."""
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def watch(system: Cluster) -> AsyncIterator[Rounds]:
+    async with rounds(system) as running:
+        yield running
+
+
+def check_lost(requests: Load, since_s: float) -> int:
+    """Only requests that ran when a worker was lost may have failed, and their clients were told why."""
+    for outcome in requests.failed:
+        assert outcome.error == "replica_lost", outcome
+        assert outcome.open_at(since_s), outcome
+        assert outcome.text, "nothing had come yet: it should have been begun again elsewhere"
+    return len(requests.failed)
+
+
+async def kill(system: Cluster, watch: Rounds, victim: Unit) -> float:
+    """Kill, and return the seconds until it is unrouted."""
+    number, since_s = system.replica_of(victim), time.monotonic()
+    victim.running.send(signal.SIGKILL)
+    return await watch.unrouted(number, since_s)
+
+
+async def test_sigkill_idle(system: Cluster, watch: Rounds) -> None:
+    times = []
+    for turn in range(KILLS):
+        victim = system.workers[turn % 2]
+        times.append(await kill(system, watch, victim))
+        await serves(system)
+        await system.start(victim)
+        await system.settled()
+    assert max(times) < UNROUTED_S, times
+    record("worker", "SIGKILL", "idle", "nothing is lost", kills=KILLS, unrouted=max(times))
+
+
+async def test_sigkill_under_load(system: Cluster, watch: Rounds) -> None:
+    times, cut, count = [], 0, 0
+    for turn in range(KILLS):
+        victim = system.workers[turn % 2]
+        async with load(system) as requests:
+            await requests.begun()
+            since_s = time.monotonic()
+            times.append(await kill(system, watch, victim))
+            await eventually(lambda: len(requests.after(since_s)) > 4, "requests go on")  # noqa: B023
+        cut, count = cut + check_lost(requests, since_s), count + len(requests.outcomes)
+        await system.start(victim)
+        await system.settled()
+    assert max(times) < UNROUTED_S, times
+    outcome = f"answers that had begun there end with an error at once ({cut} of {count}); all others complete"
+    record("worker", "SIGKILL", "under load", outcome, unrouted=max(times))
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["idle", "load"])
+async def test_sigterm(system: Cluster, watch: Rounds, loaded: bool) -> None:
+    victim = system.workers[0]
+    number = system.replica_of(victim)
+    async with load(system, clients=CLIENTS if loaded else 0) as requests:
+        if loaded:
+            await requests.begun()
+        since_s = time.monotonic()
+        assert await victim.running.terminate(30) == 0
+        stopped_s = time.monotonic() - since_s
+        unrouted_s = await watch.unrouted(number, since_s)
+        await serves(system)
+    assert not requests.failed, requests.failed
+    assert unrouted_s < UNROUTED_S + SLACK_S
+    outcome = f"nothing: what runs there ends first ({requests.count()})" if loaded else "nothing"
+    record("worker", "SIGTERM", "under load" if loaded else "idle", outcome, unrouted=unrouted_s, exit=stopped_s)
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["idle", "load"])
+@pytest.mark.parametrize("fault", ["SIGSTOP", "partition", "reset"])
+async def test_silent(system: Cluster, watch: Rounds, fault: str, loaded: bool) -> None:
+    """Hung or cut off until its lease has ended, then back: same id, new epoch."""
+    victim = system.workers[1]
+    number = system.replica_of(victim)
+    epoch = (await system.epochs(system.control_planes[0]))[number]
+    breaks: dict[str, Callable[[], None]] = {
+        "SIGSTOP": victim.running.freeze,
+        "partition": lambda: system.partition(victim),
+        "reset": lambda: system.partition(victim, "reset"),
+    }
+    async with load(system, clients=CLIENTS if loaded else 0) as requests:
+        if loaded:
+            await requests.begun()
+        since_s = time.monotonic()
+        breaks[fault]()
+        unrouted_s = await watch.unrouted(number, since_s)
+        held_s = await requests.ended(since_s, KEEPALIVE_S + SLACK_S) if loaded else 0.0
+        while number in await system.replicas(system.control_planes[0]):
+            assert time.monotonic() < since_s + KEEPALIVE_S + SLACK_S, "the claim outlives its lease"
+        await serves(system)
+        back_s = time.monotonic()
+        await system.heal()
+        routed_s = await watch.routed(number, back_s)
+    lost = check_lost(requests, since_s)
+    assert unrouted_s < HANG_UNROUTED_S
+    assert held_s < KEEPALIVE_S + SLACK_S
+    assert (await system.epochs(system.control_planes[0]))[number] > epoch
+    seconds = {"unrouted": unrouted_s, "back": routed_s}
+    if not loaded:
+        record("worker", fault, "idle", "nothing", **seconds)
+    else:
+        outcome = f"answers that had begun there wait, then end with an error ({lost} of {len(requests.outcomes)})"
+        record("worker", fault, "under load", f"{outcome}; all others complete", **seconds, error=held_s)
