@@ -14,21 +14,28 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
 _CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_LINE_BYTES = 1 << 26  # what helpers say of 10,000 replicas in one line
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """A parser with the flags every benchmark has."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--quick", action="store_true", help="fewer repetitions: to see that it runs, not to quote")
+    return made
 
 
 def arguments(description: str) -> argparse.Namespace:
-    """The flags every benchmark has."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions: to see that it runs, not to quote")
-    return parser.parse_args()
+    """The flags of a benchmark that has no others."""
+    return parser(description).parse_args()
 
 
 def machine_line() -> str:
@@ -106,6 +113,74 @@ class Service:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+
+
+def resident_mib(pid: int) -> float:
+    """Resident memory of a process, in MiB (VmRSS of /proc/PID/status)."""
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) / 1024
+
+
+Command = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+async def serve_lines(answer: Command) -> None:
+    """In a helper process: answer each line of JSON on stdin with one on stdout, until stdin ends."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=_LINE_BYTES)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        print(json.dumps(await answer(json.loads(line))), flush=True)
+
+
+class Helper:
+    """The other end of ``serve_lines``: a process that a benchmark asks for things. Use as ``async with``."""
+
+    def __init__(self, name: str, argv: Sequence[str]) -> None:
+        self.name = name
+        self._argv = argv
+        self._started: asyncio.subprocess.Process | None = None
+
+    @property
+    def _process(self) -> asyncio.subprocess.Process:
+        assert self._started is not None, "not started"
+        return self._started
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    async def __aenter__(self) -> Helper:
+        self._started = await asyncio.create_subprocess_exec(
+            *self._argv, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=_LINE_BYTES
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stdin.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), 10)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+    async def ask(self, do: str, **fields: object) -> dict[str, Any]:
+        """One command, one answer. Raises ``RuntimeError`` if it has ended."""
+        stdout = self._process.stdout
+        assert stdout is not None, "it was asked for"
+        self._stdin.write(json.dumps({"do": do, **fields}).encode() + b"\n")
+        line = await stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name} ended with {await self._process.wait()}; its errors are above")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    @property
+    def _stdin(self) -> asyncio.StreamWriter:
+        stdin = self._process.stdin
+        assert stdin is not None, "it was asked for"
+        return stdin
 
 
 def report(name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

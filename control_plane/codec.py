@@ -10,7 +10,7 @@ a rolling upgrade. They are not preserved: an older control plane that rewrites 
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import orjson
 from google.protobuf import json_format
@@ -21,6 +21,11 @@ from omni.v1 import pipeline_pb2, types_pb2
 from omnicore.errors import DataLossError
 
 M = TypeVar("M", bound=Message)
+
+
+# What this process writes comes back to it as an event a moment later: to parse it again costs more than all the rest.
+_RECENT: Final = 512
+_recent: dict[bytes, types_pb2.Replica] = {}
 
 
 class RecordError(DataLossError):
@@ -36,13 +41,19 @@ def encode_replica(replica: types_pb2.Replica) -> bytes:
     stored.CopyFrom(replica)
     stored.ref.epoch = 0
     stored.ClearField("load")
-    return _encode(stored)
+    value = _encode(stored)
+    _recent[value] = stored
+    if len(_recent) > _RECENT:
+        del _recent[next(iter(_recent))]
+    return value
 
 
 def decode_replica(value: bytes, key: ReplicaKey, epoch: int) -> types_pb2.Replica:
     """The record behind ``value``. Its ``ref`` is that of the key, with ``epoch`` (the key's create_revision): a record
     that was edited or copied by hand does not pass for another replica."""
-    replica = _decode(value, types_pb2.Replica)
+    replica = types_pb2.Replica()
+    known = _recent.get(value)
+    replica.CopyFrom(_decode(value, types_pb2.Replica) if known is None else known)
     replica.ref.CopyFrom(replica_ref(key, epoch))
     replica.ClearField("load")
     return replica

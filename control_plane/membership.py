@@ -94,6 +94,7 @@ class Membership:
         self._records = records
         self._keys = table.keys
         self._lease_ttl_s = lease_ttl_s
+        self._plans: dict[str, tuple[int, pipeline_pb2.Pipeline]] = {}
         self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
     async def register(self, request: pb.RegisterRequest, peer: str) -> Claim:
@@ -170,10 +171,18 @@ class Membership:
         return _Ground(
             claim=found(result, 0),
             plan=plan,
-            pipeline=codec.decode_pipeline(plan.value),
+            pipeline=self._plan(plan),
             cordoned=found(result, 2) is not None,
             drained=found(result, 4) is not None,
         )
+
+    def _plan(self, kv: KeyValue) -> pipeline_pb2.Pipeline:
+        """The plan in ``kv``; shared. A fleet registers for few plans, and to parse one takes as long as a claim."""
+        known = self._plans.get(kv.key)
+        if known is None or known[0] != kv.mod_revision:
+            pipeline = codec.decode_pipeline(kv.value)
+            known = self._plans[kv.key] = kv.mod_revision, pipeline
+        return known[1]
 
     async def _existing(self, request: pb.RegisterRequest, index: KeyValue) -> Claim | None:
         """The claim that the instance holds already; ``None`` to look again."""

@@ -73,7 +73,8 @@ class StreamBrokenError(Exception):
 
 
 class Stream(Generic[Req, Res]):
-    """One bidirectional call. A read that takes too long is not lost: the next ``read`` goes on with it."""
+    """One bidirectional call. A read that takes too long is not lost: the next ``read`` goes on with it. To cancel a
+    write, or a read without a time limit, cancels the whole stream."""
 
     def __init__(self, call: Any, index: int, token: str | None) -> None:
         self._call = call
@@ -84,7 +85,7 @@ class Stream(Generic[Req, Res]):
         """The token that it was opened with."""
 
     async def write(self, request: Req) -> None:
-        """Send one message. Raises ``StreamBrokenError``. Cancelling a write cancels the whole stream."""
+        """Send one message. Raises ``StreamBrokenError``."""
         try:
             await self._call.write(request)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
@@ -92,21 +93,31 @@ class Stream(Generic[Req, Res]):
 
     async def read(self, timeout_s: float | None = None) -> Res:
         """The next message. Raises ``TimeoutError`` after ``timeout_s`` seconds, ``StreamBrokenError`` at the end."""
+        try:
+            if timeout_s is None and self._pending is None:
+                response = await self._call.read()
+            else:
+                response = await self._read_within(timeout_s)
+        except asyncio.CancelledError:
+            if not _cancelled():  # the call was, by ``give_up`` or with its channel
+                raise StreamBrokenError(grpc.StatusCode.CANCELLED, "given up") from None
+            raise
+        except grpc.aio.AioRpcError as error:
+            raise await self._broken(error) from error
+        if response is grpc.aio.EOF:  # type: ignore[attr-defined]
+            raise await self._broken(None)
+        message: Res = response
+        return message
+
+    async def _read_within(self, timeout_s: float | None) -> Any:
+        # A task of its own goes on when we stop waiting for it.
         if self._pending is None:
             self._pending = asyncio.ensure_future(self._call.read())
         done, _ = await asyncio.wait({self._pending}, timeout=timeout_s)
         if not done:
             raise TimeoutError(f"no message for {timeout_s} s")
         pending, self._pending = self._pending, None
-        if pending.cancelled():
-            raise StreamBrokenError(grpc.StatusCode.CANCELLED, "given up")
-        try:
-            response: Res = pending.result()
-        except grpc.aio.AioRpcError as error:
-            raise await self._broken(error) from error
-        if response is grpc.aio.EOF:  # type: ignore[attr-defined]
-            raise await self._broken(None)
-        return response
+        return pending.result()
 
     def give_up(self) -> None:
         """End the call; readers see ``StreamBrokenError``."""
@@ -126,6 +137,12 @@ class Stream(Generic[Req, Res]):
         if not self._call.done():
             return StreamBrokenError(grpc.StatusCode.UNKNOWN, str(error))
         return StreamBrokenError(await self._call.code(), await self._call.details() or "")
+
+
+def _cancelled() -> bool:
+    """True if somebody has asked the running task to end."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 class Transport:
