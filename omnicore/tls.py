@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import os
 import ssl
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ _log = get_logger(__name__)
 
 CA, CERT, KEY = "--tls-ca", "--tls-cert", "--tls-key"
 
+WARN_BEFORE_S = 7 * 86400.0
+_WARN_EVERY_S = 3600.0
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Identity:
@@ -33,6 +37,8 @@ class Identity:
     ca: bytes
     cert: bytes
     key: bytes = dataclasses.field(repr=False)
+    valid_until_s: float
+    """Wall time, seconds since 1970."""
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """For a client that shows the certificate, and believes servers that the authority signed."""
@@ -51,11 +57,17 @@ class IdentityFiles:
         certificate must be for the DNS name ``server_name``, which its callers look for; empty: only a client's.
         Raises ``InvalidRequestError`` that names the flag whose file is wrong."""
         self._server_name = server_name
+        self._warned_s = float("-inf")
         self._files = Reloaded("TLS certificate", {CA: ca, CERT: cert, KEY: key}, self._make)
 
     def current(self) -> Identity:
-        """Reads the files again if they have changed."""
-        return self._files.get()
+        """Reads the files again if they have changed; says so in the log if the certificate ends soon."""
+        identity = self._files.get()
+        left_s = identity.valid_until_s - time.time()
+        if left_s < WARN_BEFORE_S and time.monotonic() - self._warned_s > _WARN_EVERY_S:
+            self._warned_s = time.monotonic()
+            _log.warning("TLS certificate ends soon, or has ended: renew it", days_left=round(left_s / 86400, 1))
+        return identity
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """For a server. A changed certificate is shown, a changed authority believed, from the next handshake on."""
@@ -65,11 +77,11 @@ class IdentityFiles:
         )
 
     def _make(self, contents: Mapping[str, bytes]) -> Identity:
-        identity = Identity(contents[CA], contents[CERT], contents[KEY])
-        said = _prove(identity, self._server_name)
+        said = _prove(contents, self._server_name)
         names = ",".join(str(name) for _, name in said.get("subjectAltName", ()))
-        _log.info("TLS certificate", names=names, valid_until=said.get("notAfter", ""))
-        return identity
+        _log.info("TLS certificate", names=names, valid_until=said["notAfter"])
+        valid_until_s = float(ssl.cert_time_to_seconds(said["notAfter"]))
+        return Identity(contents[CA], contents[CERT], contents[KEY], valid_until_s)
 
 
 def _fetcher(current: Callable[[], Identity], given: Identity) -> Callable[[], Any]:
@@ -87,15 +99,15 @@ def _fetcher(current: Callable[[], Identity], given: Identity) -> Callable[[], A
     return fetch
 
 
-def _prove(identity: Identity, server_name: str) -> Mapping[str, Any]:
+def _prove(contents: Mapping[str, bytes], server_name: str) -> Mapping[str, Any]:
     """What the certificate says. Raises what is wrong with it as a client's and, if ``server_name`` is given, as that
     server's."""
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     for context in (server, client):
-        _believe(context, identity.ca)
-        load_certificate(context, {CERT: identity.cert, KEY: identity.key})
+        _believe(context, contents[CA])
+        load_certificate(context, {CERT: contents[CERT], KEY: contents[KEY]})
     server.verify_mode = ssl.CERT_REQUIRED
     if server_name:
         client.check_hostname = True

@@ -24,6 +24,8 @@ from omnicore.log import get_logger
 T = TypeVar("T")
 _log = get_logger(__name__)
 
+AWAY: tuple[type[OmniError], ...] = (UnavailableError, DeadlineExceededError)
+"""The errors of a control plane that is not there."""
 ATTEMPT_TIMEOUT_S = 5.0
 """One call at one control plane; etcd pauses for up to 2 s when its leader is lost."""
 
@@ -77,7 +79,7 @@ class ControlPlaneClient:
         attempt: Callable[[grpc.aio.Channel], Awaitable[T]],
         *,
         deadline_s: float | None,
-        retry: tuple[type[OmniError], ...] = (UnavailableError, DeadlineExceededError),
+        retry: tuple[type[OmniError], ...] = AWAY,
     ) -> T:
         """``attempt`` until it succeeds, at one control plane after the other.
 
@@ -85,7 +87,7 @@ class ControlPlaneClient:
         error once ``deadline_s`` (monotonic) has passed; None: never.
         """
         backoff = Backoff()
-        said = False
+        said = ""
         while True:
             try:
                 async with asyncio.timeout(ATTEMPT_TIMEOUT_S):
@@ -104,9 +106,9 @@ class ControlPlaneClient:
                     reason="CONTROL_PLANE_UNAVAILABLE",
                     metadata={"address": self.address},
                 )
-            if not said:
+            if said != error.reason:
                 _log.warning("waiting for the control plane", what=what, address=self.address, error=error.message)
-                said = True
+                said = error.reason
             await self.next_address()
             await asyncio.sleep(delay_s)
 
@@ -129,7 +131,7 @@ async def fetch_plan(
         f"get pipeline {pipeline!r}",
         attempt,
         deadline_s=deadline_s,
-        retry=(UnavailableError, DeadlineExceededError, NotFoundError),
+        retry=(*AWAY, NotFoundError),
     )
     for stage in plan.stages:
         if stage.stage_id == stage_id:

@@ -21,12 +21,14 @@ from omnicore.backoff import Backoff
 from omnicore.errors import (
     NotFoundError,
     OmniError,
+    PermissionDeniedError,
+    UnauthenticatedError,
     UnavailableError,
     from_exception,
     from_rpc_error,
 )
 from omnicore.log import get_logger
-from stage_worker.control_plane_client import ControlPlaneClient
+from stage_worker.control_plane_client import AWAY, ControlPlaneClient
 from stage_worker.identity import Identity, replica_name
 from stage_worker.progress import LoadSource, Progress
 
@@ -37,6 +39,9 @@ BEAT_TIMEOUT_S = 3.0
 given up sooner, so that another one can still refresh it."""
 _LEAST_BEAT_TIMEOUT_S = 1.0
 DEREGISTER_TIMEOUT_S = 2.0
+# A token that was rotated out, or a certificate without the role, must not end a worker that serves: it asks again
+# until its files, or the control plane's, are put right.
+_AWAY_OR_UNTRUSTED = (*AWAY, UnauthenticatedError, PermissionDeniedError)
 _PROGRESS_POLL_S = 0.05  # while a probe is out: output counts as well
 
 
@@ -101,15 +106,15 @@ class Registrar:
         """As this worker sees itself."""
         return self._state
 
-    async def register(self, deadline_s: float | None) -> None:
-        """Claim a replica id. Raises what the control plane refuses with, and ``UnavailableError`` after the
-        deadline (monotonic; None: never)."""
+    async def register(self, deadline_s: float | None, retry: tuple[type[OmniError], ...] = AWAY) -> None:
+        """Claim a replica id. Raises what the control plane refuses with, but for ``retry``, and ``UnavailableError``
+        after the deadline (monotonic; None: never)."""
 
         async def attempt(channel: grpc.aio.Channel) -> pb.RegisterResponse:
             return await pb_grpc.RegistryServiceStub(channel).Register(self._request())
 
         with self._identity.claiming():
-            response = await self._client.call("register", attempt, deadline_s=deadline_s)
+            response = await self._client.call("register", attempt, deadline_s=deadline_s, retry=retry)
             changed = response.replica != self._identity.current
             self._identity.adopt(response.replica)
         self._lease_id = response.lease_id
@@ -243,7 +248,7 @@ class Registrar:
             return False
         _log.warning("registering again", detail=detail)
         try:
-            await self.register(None)
+            await self.register(None, _AWAY_OR_UNTRUSTED)
         except NotFoundError as error:
             self._handler.on_drain(error.message)
             return False
