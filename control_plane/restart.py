@@ -84,8 +84,8 @@ class Restarts:
         if pipeline is None:
             raise compat.no_pipeline(stage.pipeline, (known.name for known in self._table.pipelines()))
         compat.find_stage(pipeline, stage.stage_id)
-        async with self._lock(stage, request) as lease_id:
-            since = await self._since(request)
+        async with self._lock(stage, request) as (lease_id, locked_at):
+            since = await self._since(request, locked_at)
             rows = [row for row in self._table.stage_rows(stage) if row.epoch <= since]
             # The sick ones first: if they do not come back, no healthy one has been touched.
             rows.sort(key=lambda row: (states.is_routable(row.replica), row.key.replica_id))
@@ -252,8 +252,8 @@ class Restarts:
 
     # ---- one at a time, and again
 
-    async def _since(self, request: pb.RestartStageRequest) -> int:
-        """The revision that claims must be older than: that of the first call with this request id."""
+    async def _since(self, request: pb.RestartStageRequest, now: int) -> int:
+        """The revision that claims must be older than: that of the first call with this request id, or ``now``."""
         kind = pb.RestartStageResponse
         async with Answer(
             self._client, self._table.keys, "RestartStage", request.request_id, request, kind, kept_s=_RESUMABLE_S
@@ -262,29 +262,30 @@ class Restarts:
                 if (known := await answer.known()) is not None:
                     return int(known.revision)
                 if not answer.conditions:
-                    return self._table.revision
+                    return now
                 with contextlib.suppress(WriteOutcomeUnknown):
                     result = await self._client.txn(answer.conditions, answer.ops(kind()))
                     if result.succeeded:
-                        await self._table.wait_revision(result.revision)
                         return result.revision
 
     @contextlib.asynccontextmanager
-    async def _lock(self, stage: StageKey, request: pb.RestartStageRequest) -> AsyncIterator[int]:
-        """Hold the stage, by a lease that ``_keep`` must keep meanwhile."""
+    async def _lock(self, stage: StageKey, request: pb.RestartStageRequest) -> AsyncIterator[tuple[int, int]]:
+        """Hold the stage, by a lease that ``_keep`` must keep meanwhile. Gives that, and the revision since when."""
         path = self._table.keys.restart(stage)
         lease = await self._client.grant_lease(_LOCK_TTL_S)
         try:
             note = codec.encode_note(request_id=request.request_id, reason=request.reason[:1000])
-            await self._take_lock(stage, path, note, lease.lease_id)
-            yield lease.lease_id
+            locked_at = await self._take_lock(stage, path, note, lease.lease_id)
+            # Whoever registered before is in the table then.
+            await self._table.wait_revision(locked_at)
+            yield lease.lease_id, locked_at
         finally:
             try:
                 await self._client.revoke_lease(lease.lease_id)
             except OmniError as error:
                 _log.warning("lease left to run out", lease=f"{lease.lease_id:x}", error=error)
 
-    async def _take_lock(self, stage: StageKey, path: str, note: bytes, lease_id: int) -> None:
+    async def _take_lock(self, stage: StageKey, path: str, note: bytes, lease_id: int) -> int:
         while True:
             try:
                 result = await self._client.txn(
@@ -294,7 +295,7 @@ class Restarts:
                 continue
             holder = None if result.succeeded else found(result)
             if result.succeeded or (holder is not None and holder.lease_id == lease_id):
-                return
+                return result.revision
             if holder is not None:
                 text = validate.shown(holder.value.decode(errors="replace"), 300)
                 raise ConflictError(
