@@ -239,6 +239,7 @@ def _prepare(args: argparse.Namespace) -> _Plan:
         cluster=args.cluster,
         worker_ready_timeout_s=settings.seconds(args.ready_timeout, "--ready-timeout"),
         drain_timeout_s=settings.seconds(args.drain_timeout, "--drain-timeout"),
+        insecure=getattr(args, "insecure", False),
     )
     request = request_of(args, args.file)
     question = question_of(args, "", args.ask) if args.ask is not None else None

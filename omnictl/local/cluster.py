@@ -15,6 +15,7 @@ from omni.v1 import inference_service_pb2, pipeline_pb2, pipeline_service_pb2, t
 from omnicore import rpc
 from omnicore.config import split_host_port
 from omnicore.errors import FailedPreconditionError, OmniError, UnavailableError
+from omnicore.security import Security, SecurityConfig
 from omnictl import connect
 from omnictl.local.plan import WorkerPlan, plan_workers
 from omnictl.local.ports import check_free, check_reachable
@@ -49,9 +50,14 @@ class ClusterConfig:
     """Loading a model may take this long."""
     drain_timeout_s: float = 30.0
     """Requests may take this long after a stop was asked for."""
+    insecure: bool = False
+    """gRPC may also listen, and etcd be, beyond loopback: here it is plaintext."""
 
     def check(self) -> None:
-        """Raise, naming flag and address, if an address is taken or a given etcd is not there."""
+        """Raise, naming flag and address, if an address is taken or beyond loopback, or a given etcd is not there."""
+        rule = Security(SecurityConfig(insecure=self.insecure))
+        for flag, address in (("--grpc", self.grpc), ("--control-plane-listen", self.control_plane_listen)):
+            rule.check_plaintext(flag, [address], "say --insecure, or run the services themselves with TLS")
         check_free("--http", self.http)
         check_free("--grpc", self.grpc)
         check_free("--control-plane-listen", self.control_plane_listen)
@@ -200,6 +206,7 @@ def _control_plane(config: ClusterConfig, etcd: tuple[str, ...]) -> Spec:
             *("control-plane", "--listen", listen),
             *("--etcd", ",".join(etcd)),
             *("--cluster", config.cluster),
+            *_insecure(config),
         ),
         ready_timeout_s=_SERVICE_READY_S,
         stop_grace_s=5.0,
@@ -215,6 +222,7 @@ def _gateway(config: ClusterConfig, control_plane: str) -> Spec:
             *("gateway", "--http", config.http),
             *("--grpc", config.grpc),
             *("--control-plane", control_plane),
+            *_insecure(config),
         ),
         ready_timeout_s=_SERVICE_READY_S,
         stop_grace_s=10.0,
@@ -237,15 +245,20 @@ def _worker(config: ClusterConfig, addresses: Addresses, worker: WorkerPlan) -> 
             *("--listen", "127.0.0.1:0"),
             *("--drain-timeout-s", f"{config.drain_timeout_s:g}"),
             *devices,
+            *_insecure(config),
         ),
         ready_timeout_s=config.worker_ready_timeout_s,
         stop_grace_s=config.drain_timeout_s + _AFTER_DRAIN_S,
+        # A new process takes the place of the old one, also where ids have gaps.
+        pin=lambda ready: ("--preferred-replica-id", str(ready["replica_id"])),
         describe=lambda ready: f"{worker.pipeline}/{worker.stage_id}/{ready['replica_id']} at {ready['address']}",
         may_leave=True,
     )
 
-        # A new process takes the place of the old one, also where ids have gaps.
-        pin=lambda ready: ("--preferred-replica-id", str(ready["replica_id"])),
+
+def _insecure(config: ClusterConfig) -> tuple[str, ...]:
+    return ("--insecure",) if config.insecure else ()
+
 
 def _pinned(listen: str, address: str) -> str:
     """The host that was asked for, with the port that was got."""

@@ -53,6 +53,13 @@ def test_ctrl_c_drains_and_leaves_nothing(cli: Cli, one_stage: str) -> None:
     assert list((cli.directory / "tmp").iterdir()) == []
 
 
+def test_every_interface_if_that_is_said_to_be_insecure(cli: Cli, one_stage: str) -> None:
+    anywhere = ("--grpc", "0.0.0.0:0", "--control-plane-listen", "0.0.0.0:0", "--insecure")
+    with cli.spawn("up", one_stage, *ANY_PORT, *anywhere) as up:
+        up.wait_out("one is ready after", START_S)
+        assert up.end(signal.SIGINT) == 0
+
+
 def test_a_killed_up_leaves_no_process_behind(cli: Cli, one_stage: str) -> None:
     with cli.spawn("up", one_stage, *ANY_PORT) as up:
         up.wait_out("one is ready after", START_S)
@@ -144,6 +151,10 @@ def test_an_etcd_that_is_not_there_is_named_before_anything_starts(cli: Cli, one
         (("/nonexistent.yaml",), "/nonexistent.yaml: No such file or directory"),
         (("FILE", "--http", "8000"), "--http: must be host:port, got '8000'"),
         (("FILE", "--http", "no.such.host.invalid:0"), "--http: unknown host"),
+        (
+            ("FILE", "--grpc", "0.0.0.0:0"),
+            "--grpc: plaintext only goes to loopback, and 0.0.0.0:0 is beyond it: say --in",
+        ),
         (("FILE", "--ready-timeout", "soon"), "--ready-timeout: must be a duration"),
         (("FILE", "--ask", ""), "the question is empty"),
         (("FILE", "--ask", "x", "--detach"), "--detach: goes neither with"),
