@@ -11,6 +11,12 @@ _HINTS: dict[str, str] = {
     ),
     "CONNECTION_LOST": "it may be restarting: try again, or look at 'omnictl status'",
     "CONFLICT": "look at it again with 'omnictl get', then repeat the command",
+    "KEY_NOT_FOUND": "'omnictl etcd ls' lists the keys that exist",
+    "ETCD_COMPACTED": "etcd has forgotten that history: begin anew, without --revision",
+    "TOO_MANY_WATCHES": "end one of them, or ask another control plane with --server",
+    "REPLICA_UNHEALTHY": "'omnictl get replicas' shows it; --skip-unhealthy leaves such replicas out",
+    "RESTART_RUNS": "wait for it, or look at 'omnictl watch replicas'",
+    "RESTART_NOT_BACK": "look at its launcher's log; 'omnictl get replicas' shows who is there",
     "ADDRESS_IN_USE": "stop what listens there, or choose another port",
 }
 
@@ -40,6 +46,10 @@ def hint_for(error: errors.OmniError, command: str) -> str:
         return _HINTS[error.reason]
     if isinstance(error, errors.NotFoundError):
         return _HINTS["NOT_FOUND"]
+    if isinstance(error, errors.UnauthenticatedError):
+        return "give an administrator's token with --token-file, or a certificate with --tls-cert and --tls-key"
+    if isinstance(error, errors.PermissionDeniedError):
+        return "this needs an administrator's certificate or token: --tls-cert and --tls-key, or --token-file"
     if isinstance(error, errors.DeadlineExceededError):
         return "give it longer with --timeout, or look at 'omnictl status'"
     if isinstance(error, errors.UnimplementedError):

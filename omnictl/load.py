@@ -36,7 +36,7 @@ class LoadRow:
     beat_age_s: float | None
     """None where it beats at a control plane that was not asked."""
     outputs_per_s: float | None
-    """None without an earlier sample to compare with, or without a count."""
+    """None without an earlier sample of the same claim to compare with."""
 
     @property
     def name(self) -> str:
@@ -84,7 +84,7 @@ def load_rows(sample: Sample, before: Sample | None, stage_names: Mapping[tuple[
         speed = None
         if load is not None and earlier is not None and before is not None and sample.at_s > before.at_s:
             made = load.outputs_total - earlier.outputs_total
-            speed = made / (sample.at_s - before.at_s) if made >= 0 and load.outputs_total else None
+            speed = made / (sample.at_s - before.at_s) if made >= 0 else None
         found.append(
             LoadRow(
                 replica=replica,

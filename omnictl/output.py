@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
@@ -102,9 +103,10 @@ def print_records(
     to_json: Callable[[T], Any],
     more: dict[str, Any] | None = None,
     no_headers: bool = False,
+    fitted: bool = False,
 ) -> None:
     """``records``, which are ``kind`` ("leases"), as ``form``, one of ``FORMATS``. ``more`` goes beside the list in
-    JSON and YAML."""
+    JSON and YAML; ``fitted``: see ``fit``."""
     if form in ("json", "yaml"):
         print_structured({kind: [to_json(record) for record in records], **(more or {})}, form)
     elif form == "name":
@@ -114,7 +116,8 @@ def print_records(
         print(f"no {kind}", file=sys.stderr)
     else:
         text = table(columns, records, wide=form == "wide")
-        print(text.partition("\n")[2] if no_headers else text)
+        text = text.partition("\n")[2] if no_headers else text
+        print(fit(text) if fitted and form == "table" else text)
 
 
 class Report:
@@ -149,17 +152,26 @@ def headings(columns: Sequence[Column[Any]], *, wide: bool) -> list[str]:
     return [column.heading for column in columns if wide or not column.wide]
 
 
-def table(columns: Sequence[Column[T]], records: Iterable[T], *, wide: bool = False) -> str:
-    """Records under headings, three spaces apart, without trailing spaces; no final newline."""
+def table(columns: Sequence[Column[T]], records: Iterable[T], *, wide: bool = False, gap: int = 3) -> str:
+    """Records under headings, ``gap`` spaces apart, without trailing spaces; no final newline."""
     rows = [headings(columns, wide=wide), *(cells(columns, record, wide=wide) for record in records)]
     widths = [max(width(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(line(row, widths) for row in rows)
+    return "\n".join(line(row, widths, gap) for row in rows)
 
 
-def line(texts: Sequence[str], widths: Sequence[int]) -> str:
+def line(texts: Sequence[str], widths: Sequence[int], gap: int = 3) -> str:
     """One row; a text wider than its column pushes the rest."""
     padded = [text + " " * (widths[i] - width(text)) for i, text in enumerate(texts)]
-    return "   ".join(padded).rstrip()
+    return (" " * gap).join(padded).rstrip()
+
+
+def fit(text: str) -> str:
+    """``text`` with its lines cut to the terminal's width, if it goes to one. For tables whose last column is a gist
+    of what other formats have whole."""
+    if not sys.stdout.isatty():
+        return text
+    columns = shutil.get_terminal_size().columns
+    return "\n".join(cut(line, columns) for line in text.split("\n"))
 
 
 def width(text: str) -> int:

@@ -41,7 +41,7 @@ class Positional:
     choices: tuple[str, ...]
     """The values that it accepts, if they are a fixed set."""
     completes: str
-    """What else to complete it with: "replica", "file", …"""
+    """What to complete it with rather than with ``choices``: "replica", "context", …, or "=WORD=WORD"."""
     repeats: bool
     """More of the same kind may follow."""
 
@@ -69,7 +69,8 @@ class Parser(argparse.ArgumentParser):
         self._notes = notes
         self._global_flags = global_flags
         self.completes: dict[str, str] = {}
-        """What the shell may complete an argument with, by its ``dest``: "replica", "stage", …"""
+        """What the shell may complete an argument with, by its ``dest``: "replica", "stage", … (see ``candidates``), or
+        "=WORD=WORD"; without an entry its choices, or else files."""
         self.add_argument("-h", "--help", action=_Help, nargs=0, help=argparse.SUPPRESS, default=argparse.SUPPRESS)
 
     def error(self, message: str) -> NoReturn:

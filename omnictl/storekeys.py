@@ -7,6 +7,7 @@ not known, from a newer control plane say, is shown by its path.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from omnictl.failures import one_line
 from omnictl.output import Column
 
 _ROOT = "/omni/v1/"
+_HASH = re.compile(r"[0-9a-f]{64}")
 
 
 def kind_and_name(key: str) -> tuple[str, str]:
@@ -75,8 +77,13 @@ def _instance(value: dict[str, Any]) -> str:
     return f"holds {stage['pipeline']}/{stage.get('stage_id', 0)}/{value.get('replica_id', 0)}"
 
 
+def _request(value: dict[str, Any]) -> str:
+    return f"{value['verb']} {value['request_id']}"
+
+
 def _any(value: dict[str, Any]) -> str:
-    parts = [f"{key}={inner if isinstance(inner, str) else json.dumps(inner)}" for key, inner in value.items()]
+    shown = {key: inner for key, inner in value.items() if inner not in ("", None)}
+    parts = [f"{key}={inner if isinstance(inner, str) else json.dumps(inner)}" for key, inner in shown.items()]
     text = ", ".join(parts)
     return text if len(text) <= 100 else f"{text[:99]}…"
 
@@ -85,7 +92,13 @@ _SUMMARIES: dict[str, Callable[[dict[str, Any]], str]] = {
     "replica": _replica,
     "pipeline": _pipeline,
     "instance": _instance,
+    "request": _request,
 }
+
+
+def short(name: str) -> str:
+    """``name`` on one line; a hash, which nobody reads, by its first digits."""
+    return one_line(f"{name[:12]}…" if _HASH.fullmatch(name) else name)
 
 
 def lease_text(lease_id: int) -> str:
@@ -96,12 +109,9 @@ def lease_text(lease_id: int) -> str:
 def key_columns() -> list[Column[inspect_service_pb2.StoreKey]]:
     """Columns of ``etcd ls``."""
 
-    def about(part: int) -> Callable[[inspect_service_pb2.StoreKey], str]:
-        return lambda key: one_line(kind_and_name(key.key)[part])
-
     return [
-        Column("KIND", about(0)),
-        Column("NAME", about(1)),
+        Column("KIND", lambda k: one_line(kind_and_name(k.key)[0])),
+        Column("NAME", lambda k: short(kind_and_name(k.key)[1])),
         Column("REVISION", lambda k: str(k.mod_revision)),
         Column("SUMMARY", lambda k: summary(kind_and_name(k.key)[0], k.value)),
         Column("LEASE", lambda k: lease_text(k.lease_id) if k.lease_id else "", wide=True),
@@ -115,7 +125,7 @@ def lease_columns() -> list[Column[inspect_service_pb2.StoreLease]]:
     """Columns of ``etcd leases``."""
 
     def holds(lease: inspect_service_pb2.StoreLease) -> str:
-        words = [" ".join(kind_and_name(key)) for key in lease.keys]
+        words = [f"{kind} {short(name)}" for kind, name in map(kind_and_name, lease.keys)]
         # The index entry of an instance says the same as its claim.
         words = [word for word in words if not word.startswith("instance ")] or words
         if lease.other_keys:

@@ -52,7 +52,7 @@ def script(shell: str, root: Parser) -> str:
         f"values={_words(entry.with_value)}; args={_words(entry.arguments)} ;;"
         for entry in entries
     )
-    choices = "\n".join(f"    {path!r}) words={_words(words)} ;;" for path, words in _choices(entries))
+    choices = "\n".join(f"    {path!r}) found={_words(words)} ;;" for path, words in _choices(entries))
     body = _BASH.replace("@CASES@", cases).replace("@CHOICES@", choices)
     if shell == "zsh":
         return f"#compdef omnictl\nautoload -U +X bashcompinit && bashcompinit\n{body}"
@@ -68,15 +68,15 @@ class _Entry:
     with_value: list[str]
     """Flags that a value follows."""
     arguments: list[str]
-    """What each argument is: "=WORD=WORD" is one of these words, "kind" asks ``__complete``; "+" at the end: and so
-    on."""
+    """What each argument is: "=WORD=WORD" is one of these words, "replica" and the like ask ``__complete``, "file" is
+    one; "+" at the end: and so on."""
     flag_choices: dict[str, list[str]]
 
 
 def _entries(path: str, parser: Parser) -> list[_Entry]:
     arguments = []
     for positional in parser.positionals():
-        text = "=".join(["", *positional.choices]) if positional.choices else positional.completes or "file"
+        text = positional.completes or "=".join(["", *positional.choices]) or "file"
         arguments.append(f"{text}+" if positional.repeats else text)
     inner = parser.commands()
     entry = _Entry(path, sorted(inner), parser.flags(), parser.flags_with_value(), arguments, parser.flag_choices())
@@ -92,7 +92,7 @@ def _words(words: list[str]) -> str:
     return f'"{" ".join(words)}"'
 
 
-_BASH = r"""# omnictl completion
+_BASH = r"""# omnictl completion, for bash and zsh; "path" and "words" are special in zsh
 _omnictl_command() {
   case "$1" in
 @CASES@
@@ -100,14 +100,14 @@ _omnictl_command() {
   esac
 }
 _omnictl_choices() {
-  words=""
+  found=""
   case "$1" in
 @CHOICES@
   esac
 }
 _omnictl() {
-  local cur="${COMP_WORDS[COMP_CWORD]}" path="" word words="" cmds flags values args i kind
-  local -a given=() kinds=() asked=()
+  local cur="${COMP_WORDS[COMP_CWORD]}" verb="" word found="" cmds flags values args i kind last
+  local -a given=() asked=()
   COMPREPLY=()
   _omnictl_command ""
   for ((i = 1; i < COMP_CWORD; i++)); do
@@ -115,13 +115,13 @@ _omnictl() {
     if [[ "$word" == -* ]]; then
       if [[ " $values " == *" $word "* ]]; then
         if ((i + 1 == COMP_CWORD)); then
-          _omnictl_choices "${path:+$path }$word"
+          _omnictl_choices "${verb:+$verb }$word"
           case "$word" in
-            --context) words="$(omnictl __complete context -- "$cur" 2>/dev/null)" ;;
-            --stage) words="$(omnictl __complete stage-of -- "${given[@]}" "$cur" 2>/dev/null)" ;;
+            --context) found="$(omnictl "${asked[@]}" __complete context -- "$cur" 2>/dev/null)" ;;
+            --stage) found="$(omnictl "${asked[@]}" __complete stage-of -- "${given[@]}" "$cur" 2>/dev/null)" ;;
           esac
-          if [[ -n "$words" ]]; then
-            COMPREPLY=($(compgen -W "$words" -- "$cur"))
+          if [[ -n "$found" ]]; then
+            COMPREPLY=($(compgen -W "$found" -- "$cur"))
           else
             COMPREPLY=($(compgen -f -- "$cur"))
           fi
@@ -133,8 +133,8 @@ _omnictl() {
         ((i++))
       fi
     elif [[ " $cmds " == *" $word "* ]]; then
-      path="${path:+$path }$word"
-      _omnictl_command "$path"
+      verb="${verb:+$verb }$word"
+      _omnictl_command "$verb"
     else
       given+=("$word")
     fi
@@ -147,19 +147,20 @@ _omnictl() {
     COMPREPLY=($(compgen -W "$cmds" -- "$cur"))
     return
   fi
-  read -r -a kinds <<< "$args"
-  kind="${kinds[${#given[@]}]}"
-  if [[ -z "$kind" && ${#kinds[@]} -gt 0 && "${kinds[${#kinds[@]} - 1]}" == *+ ]]; then
-    kind="${kinds[${#kinds[@]} - 1]}"
-  fi
+  i=0 last="" kind=""
+  for word in $(printf '%s' "$args"); do # zsh splits only this
+    if ((i++ == ${#given[@]})); then kind="$word"; fi
+    last="$word"
+  done
+  if [[ -z "$kind" && "$last" == *+ ]]; then kind="$last"; fi
   kind="${kind%+}"
   case "$kind" in
     "") ;;
     file) COMPREPLY=($(compgen -f -- "$cur")) ;;
     =*) COMPREPLY=($(compgen -W "${kind//=/ }" -- "$cur")) ;;
     *)
-      words="$(omnictl "${asked[@]}" __complete "$kind" -- "${given[@]}" "$cur" 2>/dev/null)"
-      COMPREPLY=($(compgen -W "$words" -- "$cur"))
+      found="$(omnictl "${asked[@]}" __complete "$kind" -- "${given[@]}" "$cur" 2>/dev/null)"
+      COMPREPLY=($(compgen -W "$found" -- "$cur"))
       if [[ ${#COMPREPLY[@]} -eq 1 && "${COMPREPLY[0]}" == */ ]]; then
         compopt -o nospace 2>/dev/null
       fi

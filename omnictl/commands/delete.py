@@ -20,7 +20,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("kind", metavar="KIND", choices=("pipeline", "pipelines", "pl"), help="pipeline")
     parser.add_argument("names", metavar="NAME", nargs="+", help="pipeline name")
-    parser.completes["names"] = "pipeline"
+    parser.completes |= {"kind": "=pipeline", "names": "pipeline"}
     add_output_flag(parser, ACTION_FORMATS)
 
 

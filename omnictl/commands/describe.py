@@ -48,7 +48,7 @@ def add(commands: Commands) -> None:
         help="pipeline (pl), stage (st) or replica (rp)",
     )
     parser.add_argument("name", metavar="NAME", help="PIPELINE, PIPELINE/STAGE or PIPELINE/STAGE/REPLICA")
-    parser.completes["name"] = "name"
+    parser.completes |= {"kind": "=".join(["", *_KINDS]), "name": "name"}
 
 
 async def _run(args: argparse.Namespace) -> int:
@@ -80,7 +80,7 @@ async def _replica(plane: connect.ControlPlane, selector: refs.Selector) -> str:
 
 
 async def _beat(plane: connect.ControlPlane, replica: types_pb2.Replica) -> str:
-    """When it last beat. Only the control plane where it does knows, and only administrators may ask."""
+    """When it last beat, as far as the control plane that was asked knows."""
     request = inspect_service_pb2.ListPulsesRequest(pipeline=replica.ref.stage.pipeline)
     try:
         answer: inspect_service_pb2.ListPulsesResponse = await plane.call(plane.inspect.ListPulses, request)

@@ -115,6 +115,7 @@ async def _ls(args: argparse.Namespace) -> int:
         to_json=storekeys.to_json,
         more={"revision": str(revision)},
         no_headers=args.no_headers,
+        fitted=True,
     )
     return 0
 
@@ -183,14 +184,14 @@ def _print_event(event: pb.KeyEvent, form: str) -> None:
     elif form == "name":
         print(key.key, flush=True)
     else:
-        print(event_line(word, key, time.strftime("%H:%M:%S")), flush=True)
+        print(output.fit(event_line(word, key, time.strftime("%H:%M:%S"))), flush=True)
 
 
 def event_line(word: str, key: pb.StoreKey, at: str) -> str:
     """One change as text. ``at`` is the time that it was seen."""
     kind, name = storekeys.kind_and_name(key.key)
     gist = storekeys.summary(kind, key.value)
-    return f"{at}  {key.mod_revision:>6}  {word:<6}  {kind} {name}{f'  {gist}' if gist else ''}"
+    return f"{at}  {key.mod_revision:>6}  {word:<6}  {kind} {storekeys.short(name)}{f'  {gist}' if gist else ''}"
 
 
 async def _leases(args: argparse.Namespace) -> int:
@@ -210,6 +211,7 @@ async def _leases(args: argparse.Namespace) -> int:
         args.output,
         kind="leases",
         name=lambda lease: storekeys.lease_text(lease.lease_id),
+        fitted=True,
         to_json=lambda lease: output.to_dict(lease) | {"lease_id": storekeys.lease_text(lease.lease_id)},
         no_headers=args.no_headers,
     )

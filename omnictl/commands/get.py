@@ -82,7 +82,7 @@ def _add_arguments(parser: Parser, formats: Sequence[str] = output.FORMATS) -> N
         help="pipelines (pl), stages (st), replicas (rp), edges (ed) or policies (po)",
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="PIPELINE, PIPELINE/STAGE or PIPELINE/STAGE/REPLICA")
-    parser.completes["name"] = "name"
+    parser.completes |= {"kind": "=".join(["", *_KINDS]), "name": "name"}
     add_output_flag(parser, formats)
     parser.add_argument("--no-headers", action="store_true", help="leave out the headings of a table")
 

@@ -16,8 +16,6 @@ from omnictl.commands.base import Commands, add_output_flag, settings_of
 from omnictl.settings import seconds
 from omnictl.streams import responses
 
-_STEP = "RESTART_STEP_"
-
 
 def add(commands: Commands) -> None:
     """Add ``restart``."""
@@ -92,10 +90,13 @@ def _print(step: pb.RestartStageResponse, form: str, after_s: float) -> None:
 
 def line(step: pb.RestartStageResponse, after_s: float) -> str:
     """One step as text; ``after_s``: seconds since the command began."""
-    kind = pb.RestartStep.Name(step.step) if step.step in pb.RestartStep.values() else f"{_STEP}{step.step}"
+    known = step.step in pb.RestartStep.values()
+    word = pb.RestartStep.Name(step.step).removeprefix("RESTART_STEP_") if known else f"step {step.step}"
     name = rows.replica_name(step.replica) if step.HasField("replica") else ""
-    texts: dict[str, str] = {
-        "PLANNED": f"restarting {output.plural(step.total, 'replica')}",
+    detail = failures.one_line(step.detail)
+    texts = {
+        # Who has nothing to restart should read it.
+        "PLANNED": f"restarting {detail or output.plural(step.total, 'replica')}",
         "DRAINING": f"{name} draining",
         "LEFT": f"{name} has left, awaiting its successor",
         "READY": f"{name} ready again",
@@ -103,7 +104,7 @@ def line(step: pb.RestartStageResponse, after_s: float) -> str:
         "FAILED": f"{name} failed",
         "FINISHED": f"finished: {step.done} of {output.plural(step.total, 'replica')} restarted",
     }
-    word = kind.removeprefix(_STEP)
-    detail = f": {failures.one_line(step.detail)}" if step.detail else ""
-    count = f"[{step.done}/{step.total}]"
-    return f"{count} {output.age(after_s):>5}  {texts.get(word, f'{word.lower()} {name}'.rstrip())}{detail}"
+    text = texts.get(word, f"{word.lower()} {name}".rstrip())
+    if detail and word != "PLANNED":
+        text += f": {detail}" if word in ("SKIPPED", "FAILED") else f" ({detail})"
+    return f"[{step.done}/{step.total}] {output.age(after_s):>6}  {text}"

@@ -108,7 +108,7 @@ class _Cluster:
         return [answer for answer in found if answer is not None]
 
     async def _pulses_of(self, address: str) -> inspect_service_pb2.ListPulsesResponse | None:
-        """What one control plane hears. None if it is away, or may not be asked: the table is there without."""
+        """What one control plane hears. None if it is away: the table is there without."""
         one = dataclasses.replace(self._settings, server=(address,))
         request = inspect_service_pb2.ListPulsesRequest(pipeline=self._selector.pipeline)
         try:
@@ -157,7 +157,7 @@ async def _live(cluster: _Cluster, first: load.Sample, interval_s: float, args: 
 def frame(found: list[load.LoadRow], width: int, height: int, at: str, trouble: str, wide: bool) -> list[str]:
     """The lines of one screen of ``width`` columns and ``height`` lines. ``trouble``: why it may be out of date."""
     lines = [output.cut(f"{at}  {load.summary(found)}", width), output.cut(f"! {trouble}" if trouble else "", width)]
-    table = output.table(load.columns(), found, wide=wide).split("\n")
+    table = output.table(load.columns(), found, wide=wide, gap=2).split("\n")
     room = max(height - len(lines) - 1, 1)
     shown = table[1 : 1 + room]
     if len(table) - 1 > room:

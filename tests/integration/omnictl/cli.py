@@ -67,6 +67,15 @@ class Cli:
         found: dict[str, Any] = value["contexts"][value["current"]]
         return found
 
+    def path_with_omnictl(self) -> str:
+        """A PATH on which ``omnictl`` is this project's."""
+        directory = self.directory / "bin"
+        directory.mkdir(exist_ok=True)
+        program = directory / "omnictl"
+        program.write_text(f'#!/bin/sh\nexec {sys.executable} -m omnictl "$@"\n')
+        program.chmod(0o755)
+        return f"{directory}:{self.environ['PATH']}"
+
     def run(self, *argv: str, input: str | None = None, timeout_s: float = 40.0) -> Done:
         """Run to the end. A traceback on standard error fails the test, whatever the command was."""
         done = subprocess.run(

@@ -83,7 +83,18 @@ def test_global_flags_work_on_both_sides_of_the_command() -> None:
 
 @pytest.mark.parametrize(
     ("line", "expected"),
-    [("omnictl g", ["get"]), ("omnictl get pi", ["pipelines", "pipeline"]), ("omnictl get replicas --wa", ["--watch"])],
+    [
+        ("omnictl g", ["get"]),
+        ("omnictl get pi", ["pipelines"]),
+        ("omnictl get replicas --wa", ["--watch"]),
+        ("omnictl get replicas -o j", ["json"]),
+        ("omnictl -x get replicas -o j", ["json"]),
+        ("omnictl --timeout 3s etcd l", ["ls", "leases"]),
+        ("omnictl etcd ls --no", ["--no-headers"]),
+        ("omnictl policy set speech/talker ro", ["round-robin"]),
+        ("omnictl profile sto", ["stop"]),
+        ("omnictl __", []),
+    ],
 )
 def test_bash_completion_completes(line: str, expected: list[str]) -> None:
     words = line.split()
