@@ -13,7 +13,8 @@ from typing import Any
 import orjson
 import pytest
 
-from omni.v1 import types_pb2
+from omni.v1 import inference_service_pb2, inference_service_pb2_grpc, prompt_pb2, types_pb2
+from omnicore import rpc
 from omnicore.security import Security
 from omniplane.serve.pipelines import connected
 from tests.support.processes import ServiceProcess, Services, wait_until
@@ -187,3 +188,29 @@ def chat(url: str, model: str) -> dict[str, Any]:
     with urllib.request.urlopen(request, timeout=30) as response:
         found: dict[str, Any] = orjson.loads(response.read())
         return found
+
+
+async def draw(ready: dict[str, Any], count: int) -> dict[int, list[int]]:
+    """Ask ``count`` times for an image; which replica of each stage worked on each request."""
+    channel = rpc.channel(ready["grpc"])
+    stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+    used: dict[int, list[int]] = {}
+    try:
+        for number in range(count):
+            request = inference_service_pb2.GenerateRequest(
+                model=ready["pipeline"],
+                request_id=f"draw-{number}",
+                prompt=prompt_pb2.Prompt(text=f"cat {number}"),
+                modalities=["image"],
+            )
+            media = b"".join([response.media async for response in stub.Generate(request, timeout=START_S)])
+            assert media.startswith(b"\x89PNG")
+            told = await stub.GetRequest(
+                inference_service_pb2.GetRequestRequest(request_id=request.request_id), timeout=START_S
+            )
+            for event in told.timeline:
+                if event.event == "dispatched":
+                    used.setdefault(event.replica.stage.stage_id, []).append(event.replica.replica_id)
+    finally:
+        await channel.close(None)
+    return used

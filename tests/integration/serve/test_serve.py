@@ -14,6 +14,7 @@ from tests.integration.serve.harness import (
     chat,
     children,
     command,
+    draw,
     environment,
     family,
     free_port,
@@ -33,6 +34,7 @@ async def test_plain_serves_the_whole_pipeline_and_leaves_nothing(world: World) 
     ready = await plain.wait_ready(START_S)
     assert get(f"http://127.0.0.1:{port}/health")[0] == 200
     assert chat(ready["http"], "bagel")["choices"][0]["finish_reason"]
+    assert await draw(ready, 1) == {0: [0], 1: [0]}
     assert "Stage 0 replica id=0 up" in plain.logs()
     assert "Diffusion replica id=0 for stage 1 is up" in plain.logs()
     # Nobody joins it: its control plane is on a loopback port of its own.
@@ -48,7 +50,8 @@ async def test_a_head_waits_for_the_other_stages_and_serves_with_them(world: Wor
     """Scenario B: two AR replicas at the head, two DiT replicas elsewhere, each with a device of its own."""
     port = free_port()
     file = world.file(TWO_STAGES.replace("name: dit,", "name: dit, num_replicas: 2, devices: [0, 1],"))
-    head = world.head(file, 0, "--omni-dp-size-local", "2", "--port", str(port), env={"CUDA_VISIBLE_DEVICES": "4,5"})
+    flags = ("--omni-dp-size-local", "2", "--omni-lb-policy", "round-robin", "--port", str(port))
+    head = world.head(file, 0, *flags, env={"CUDA_VISIBLE_DEVICES": "4,5"})
     await wait_until(lambda: "Listening on tcp" in head.logs(), START_S, "the control plane")
     await wait_until(lambda: head.logs().count("Stage 0 replica id=") == 2, START_S, "the head's replicas")
     await wait_until(lambda: get(f"http://127.0.0.1:{port}/health")[0] == 503, START_S, "the gateway")
@@ -61,7 +64,8 @@ async def test_a_head_waits_for_the_other_stages_and_serves_with_them(world: Wor
     assert get(f"http://127.0.0.1:{port}/health")[0] == 200
     assert headless.logs().count("Diffusion replica id=") == 2
     assert await world.ids("bagel") == {0: [0, 1], 1: [0, 1]}
-    assert chat(ready["http"], "bagel")["choices"][0]["finish_reason"]
+    used = await draw(ready, 4)
+    assert [sorted(used[stage_id]) for stage_id in (0, 1)] == [[0, 0, 1, 1], [0, 0, 1, 1]]
     assert not children(headless, "gateway")
     assert not children(headless, "control-plane")
 
@@ -100,13 +104,16 @@ async def test_a_headless_of_the_heads_own_stage_gets_the_ids_above_even_if_it_c
     """Scenario C, with the head last."""
     headless = world.headless(0, "--omni-dp-size-local", "2")
     await wait_until(lambda: "waiting for the head" in headless.logs(), START_S, "a headless that waits")
-    head = world.head(world.file(TWO_STAGES), 0, "--stage-1-num-replicas", "1")
+    head = world.head(world.file(TWO_STAGES), 0, "--omni-lb-policy", "round-robin")
     dit = world.headless(1)
     for launcher in (headless, head, dit):
         await launcher.wait_ready(START_S)
     assert await world.ids("bagel") == {0: [0, 1, 2], 1: [0]}
     assert [replica["replica_id"] for replica in head.ready["replicas"]] == [0]
     assert sorted(replica["replica_id"] for replica in headless.ready["replicas"]) == [1, 2]
+    # A gateway hears of replicas a moment after the control plane.
+    await wait_until(lambda: _routable(head.ready["http"], 0) == 3, START_S, "three routable replicas")
+    assert sorted((await draw(head.ready, 3))[0]) == [0, 1, 2]
 
 
 async def test_the_head_may_be_any_stage_and_flags_reach_the_engines(world: World) -> None:
@@ -209,6 +216,11 @@ def flag_of(pid: int, flag: str) -> str:
     """The value of a flag of a running process."""
     words = command(pid).split()
     return words[words.index(flag) + 1]
+
+
+def _routable(url: str, stage_id: int) -> int:
+    """Replicas of a stage that the gateway may route to."""
+    return int(get(f"{url}/ready")[1]["pipelines"]["bagel"]["routable_replicas"][str(stage_id)])
 
 
 async def test_a_file_that_names_no_pipeline_gets_the_models_name(world: World) -> None:
