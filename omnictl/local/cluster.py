@@ -20,6 +20,7 @@ from omnictl import connect
 from omnictl.local.plan import WorkerPlan, plan_workers
 from omnictl.local.ports import check_free, check_reachable
 from omnictl.local.supervisor import Spec, Supervisor
+from omnictl.local.turns import Turns
 from omnictl.tasks import together
 
 ETCD, CONTROL_PLANE, GATEWAY = "etcd", "control-plane", "gateway"
@@ -87,6 +88,7 @@ class LocalCluster:
         self._config = config
         self._supervisor = supervisor
         self._workers: list[WorkerPlan] = []
+        self._turns = Turns()
         self.addresses = Addresses(etcd=config.etcd)
         self.gateway_started = asyncio.Event()
         self.serving = False
@@ -102,19 +104,17 @@ class LocalCluster:
 
     async def start_gateway(self) -> None:
         """Start a gateway."""
-        ready = await self._supervisor.launch(_gateway(self._config, self.addresses.control_plane))
+        ready = await self._launch(_gateway(self._config, self.addresses.control_plane))
         self.addresses.http = f"http://{_reachable(ready['http'])}"
         self.addresses.grpc = _reachable(ready["grpc"])
         self.gateway_started.set()
 
     async def start_workers(self, pipeline: pipeline_pb2.Pipeline) -> None:
-        """Start every worker of ``pipeline`` at once; returns when all are ready."""
-        self._workers = plan_workers(pipeline)
+        """Start every worker of ``pipeline``, the first replicas of all stages first; returns when all are ready."""
+        self._workers = sorted(plan_workers(pipeline), key=lambda worker: worker.ordinal)
         marking = asyncio.create_task(self._mark_loading())
         try:
-            await together(
-                *(self._supervisor.launch(_worker(self._config, self.addresses, worker)) for worker in self._workers)
-            )
+            await together(*(self._launch(_worker(self._config, self.addresses, worker)) for worker in self._workers))
         finally:
             marking.cancel()
             await asyncio.wait({marking})
@@ -136,6 +136,10 @@ class LocalCluster:
         """Workers first, so that they finish what they have; then the gateway, the control plane and etcd."""
         workers = [worker.name for worker in self._workers]
         await self._supervisor.stop([workers, [GATEWAY], [CONTROL_PLANE], [ETCD]])
+
+    async def _launch(self, spec: Spec) -> dict[str, Any]:
+        async with self._turns.turn():
+            return await self._supervisor.launch(spec)
 
     async def _mark_loading(self) -> None:
         """Tell the view of workers that have announced themselves but still load. Only for people: ends on error."""

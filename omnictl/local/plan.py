@@ -17,6 +17,8 @@ class WorkerPlan:
     """Unique among the workers, such as "talker-1"; not a replica id, which the control plane gives."""
     pipeline: str
     stage_id: int
+    ordinal: int
+    """Its place among the workers of the stage, from 0."""
     devices: tuple[str, ...]
     """Its share of the stage's devices; empty: host only."""
 
@@ -32,7 +34,7 @@ def plan_workers(pipeline: pipeline_pb2.Pipeline) -> list[WorkerPlan]:
     for stage, name in zip(pipeline.stages, names, strict=True):
         unique = name if name and names.count(name) == 1 else f"stage-{stage.stage_id}"
         workers += [
-            WorkerPlan(f"{unique}-{ordinal}", pipeline.name, stage.stage_id, _share(stage, ordinal))
+            WorkerPlan(f"{unique}-{ordinal}", pipeline.name, stage.stage_id, ordinal, _share(stage, ordinal))
             for ordinal in range(stage.num_replicas)
         ]
     return workers

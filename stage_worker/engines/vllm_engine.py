@@ -31,9 +31,10 @@ from omnicore.errors import (
 )
 from omnicore.log import get_logger
 from stage_worker.engine import EngineInfo, EngineOutput, EngineRequest, Finish
-from stage_worker.engines import vllm_args, vllm_quick_start
+from stage_worker.engines import transformers_scan, vllm_args, vllm_quick_start
 from stage_worker.engines.vllm_runner import ProcessRunner, Runner, ThreadRunner
 from stage_worker.models import catalog
+from stage_worker.models.cache import cache_dir
 
 log = get_logger(__name__)
 
@@ -248,8 +249,13 @@ class VllmEngine:
             # Its log lines then come through ours. An engine core of its own keeps vLLM's format.
             os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
             logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
-        compiler = vllm_quick_start.compiler_left_out(_import_vllm) if quick else contextlib.nullcontext()
-        with vllm_quick_start.collector_paused(), compiler:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(vllm_quick_start.collector_paused())
+            if quick:
+                transformers_scan.keep(cache_dir() / "transformers")
+                stack.enter_context(vllm_quick_start.compiler_left_out(_import_vllm))
+                if not any("reasoning" in name for name in self._options):
+                    stack.enter_context(vllm_quick_start.api_servers_left_out())
             return self._make(model)
 
     def _make(self, model: str) -> Any:

@@ -1,11 +1,17 @@
-"""Starts vLLM on a CPU without loading PyTorch's compiler.
+"""Starts vLLM on a CPU in about two thirds of the time, nearly all of which is importing Python modules.
 
-``import vllm`` pulls in ``torch._inductor`` only to patch it, and modules all over vLLM and transformers decorate
-functions with ``torch.compile``. An engine that runs eagerly uses none of it. So where ``enforce_eager`` is set,
-``torch.compile`` becomes what its ``disable=True`` makes it, and ``torch._inductor`` runs its ``__init__`` only if
-something asks for more than one of its submodules; nothing is lost.
+* The compiler: ``import vllm`` pulls in ``torch._inductor`` only to patch it, and modules all over vLLM and
+  transformers decorate functions with ``torch.compile``. An engine that runs eagerly uses none of it. So where
+  ``enforce_eager`` is set, ``torch.compile`` becomes what its ``disable=True`` makes it, and ``torch._inductor`` runs
+  its ``__init__`` only if something asks for more than one of its submodules.
+* The API servers: modules of the engine name classes and types of vLLM's own HTTP servers, which brings in ``openai``,
+  ``fastapi`` and 700 more modules. Nothing of them runs here, so these names are empty classes and types while vLLM is
+  imported. Not where a reasoning parser is configured, which would use them.
+* Copies of the tokenizer, for threads that prepare prompts: this engine is given tokens.
+* Source lines: ``torch.library`` reads source files to note who registers a kernel; it only needs file and line.
+* transformers reads all its model files to know what they define: ``transformers_scan`` keeps the outcome.
 
-Must be entered before vLLM is imported, in a process that compiles nothing. Nothing here touches vLLM itself.
+Must be entered before vLLM is imported, in a process that compiles nothing. ``quick_start: false`` leaves all as it is.
 """
 
 from __future__ import annotations
@@ -19,7 +25,17 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from typing_extensions import TypedDict
+
 _INDUCTOR = "torch._inductor"
+_SERVER_MODULES = ("vllm.entrypoints.mcp.tool_server", "vllm.parser.engine.adapters")
+"""Used by the engine for an annotation and for an ``isinstance`` of reasoning parsers only."""
+_OPENAI_MODULES = (
+    "openai.types.chat",
+    "openai.types.chat.chat_completion_content_part_input_audio_param",
+    "openai.types.responses",
+)
+"""Types of chats, which vLLM reads only if it is given chats: they name dictionaries."""
 _DECORATORS = ("disable", "allow_in_graph", "assume_constant_result")
 
 
@@ -49,6 +65,7 @@ def compiler_left_out(import_vllm: Callable[[], object]) -> Iterator[None]:
         return
     import torch
 
+    torch._library.utils.get_source = _source
     torch.compile = _decorator
     for name in _DECORATORS:
         setattr(torch.compiler, name, _decorator)
@@ -60,6 +77,58 @@ def compiler_left_out(import_vllm: Callable[[], object]) -> Iterator[None]:
         del sys.modules[_INDUCTOR]
     _LazyPackage.install(_INDUCTOR)
     yield
+
+
+@contextlib.contextmanager
+def api_servers_left_out() -> Iterator[None]:
+    """Import the engine inside; afterwards, whoever imports these modules gets the real ones."""
+    stand_ins: dict[str, types.ModuleType] = {
+        **{name: _StandIn(name, _empty_class) for name in _SERVER_MODULES},
+        **{name: _StandIn(name, _empty_typed_dict) for name in _OPENAI_MODULES},
+    }
+    stand_ins = {name: module for name, module in stand_ins.items() if name not in sys.modules}
+    sys.modules.update(stand_ins)
+    try:
+        import vllm.engine.arg_utils
+        import vllm.renderers.hf
+
+        vllm.renderers.hf.maybe_make_thread_pool = lambda tokenizer, copies=1: tokenizer
+        yield
+    finally:
+        for name, module in stand_ins.items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
+            parent, _, child = name.rpartition(".")
+            if getattr(sys.modules.get(parent), child, None) is module:
+                delattr(sys.modules[parent], child)
+
+
+def _source(stacklevel: int) -> str:
+    """File and line of a caller, as ``torch._library.utils.get_source`` tells them, without reading the file."""
+    frame = sys._getframe(stacklevel)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+class _StandIn(types.ModuleType):
+    """A module that has anything that is asked of it, made by ``make``."""
+
+    def __init__(self, name: str, make: Callable[[str], Any]) -> None:
+        super().__init__(name)
+        self._make = make
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {attribute!r}")
+        setattr(self, attribute, found := self._make(attribute))
+        return found
+
+
+def _empty_class(name: str) -> type:
+    return type(name, (), {})
+
+
+def _empty_typed_dict(name: str) -> type:
+    return types.new_class(name, (TypedDict,), {"total": False})
 
 
 def _decorator(function: Callable[..., Any] | None = None, *_: object, **__: object) -> Callable[..., Any]:

@@ -88,6 +88,14 @@ async def test_it_tells_what_it_is(started: tuple[Engine, EngineInfo]) -> None:
     assert dtype == info.details["dtype"]
 
 
+async def test_what_a_quick_start_left_out_is_there_for_whoever_asks(engine: Engine) -> None:
+    from vllm.entrypoints.mcp.tool_server import ToolServer
+    from vllm.parser.engine.adapters import ParserEngineReasoningAdapter
+
+    assert hasattr(ToolServer, "has_tool")
+    assert len(ParserEngineReasoningAdapter.__mro__) > 2
+
+
 async def test_a_greedy_answer_is_right_streamed_and_the_same_twice(engine: Engine) -> None:
     first, second = await collect(engine, ask()), await collect(engine, ask())
     assert "Paris" in text_of(first)
