@@ -52,7 +52,8 @@ class Drain:
         """How the operator wants it. The same order again changes nothing."""
         if order == self._order:
             return
-        if order.HasField("limit") and order.limit != self._order.limit:
+        known = self._order.HasField("limit") and order.limit == self._order.limit
+        if order.HasField("limit") and not known:
             self._finish_by_s = self._clock.monotonic() + to_seconds(order.limit)
             _log.info("drain limit set", limit_s=to_seconds(order.limit), reason=order.reason)
         self._order.CopyFrom(order)
