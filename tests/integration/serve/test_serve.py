@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import signal
+import subprocess
+import sys
 
+import orjson
 import pytest
 
 from tests.integration.serve.harness import (
@@ -240,3 +245,26 @@ async def test_stopping_before_it_serves_is_graceful_as_well(world: World) -> No
     assert not head.ready_path.exists()
     await world.nothing_left(left)
     assert list((world.directory / "tmp").iterdir()) == []
+
+
+async def test_it_needs_nothing_of_its_environment(world: World) -> None:
+    ready_path = world.directory / "ready.json"
+    command_line = (sys.executable, "-m", "omniplane", "serve", "--deploy-config", world.file(TWO_STAGES))
+    with (world.directory / "bare.log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command_line, "--port", "0", "--ready-file", str(ready_path)],
+            env={"PATH": os.environ["PATH"], "HOME": str(world.directory)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        await wait_until(lambda: ready_path.exists() or process.poll() is not None, START_S, "readiness")
+        assert process.poll() is None, (world.directory / "bare.log").read_text()
+        ready = orjson.loads(ready_path.read_bytes())
+        assert chat(ready["http"], "bagel")["choices"][0]["finish_reason"]
+        left = family(process.pid)
+    finally:
+        process.terminate()
+    assert await asyncio.to_thread(process.wait, START_S) == 0
+    await world.nothing_left(left)

@@ -26,6 +26,7 @@ from tests.integration.serve.harness import (
     chat,
     children,
     command,
+    draw,
     family,
     get,
     world,
@@ -87,6 +88,24 @@ async def test_a_killed_headless_leaves_not_even_a_replica_that_hangs(world: Wor
     await world.nothing_left(left)
     assert head.running
     assert get(f"{head.ready['http']}/health")[0] == 200
+
+
+async def test_a_head_that_comes_back_finds_the_others_again(world: World) -> None:
+    file = world.file(TWO_STAGES)
+    head = world.head(file, 0)
+    headless = world.headless(1)
+    await headless.wait_ready(START_S)
+    await head.wait_ready(START_S)
+    left = family(head.pid)
+    head.kill()
+    await world.nothing_left(left)
+    before = children(headless, "stage-worker")
+    another = world.head(file, 0)
+    ready = await another.wait_ready(START_S)
+    # Its control plane and etcd are new: the replica told them of itself, and is the same process.
+    assert await world.ids("bagel") == {0: [0], 1: [0]}
+    assert await draw(ready, 1) == {0: [0], 1: [0]}
+    assert children(headless, "stage-worker") == before
 
 
 async def test_a_second_signal_ends_everything_at_once(world: World) -> None:
