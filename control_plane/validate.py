@@ -20,6 +20,7 @@ from omnicore.errors import FieldViolation, InvalidRequestError
 MAX_TEXT_LENGTH: Final = 1024  # model paths, host names, device ids
 MAX_ITEMS: Final = 64  # connectors or devices of one replica
 MAX_COUNT: Final = 1_000_000  # requests or transfers at one replica; anything above is a broken counter
+MAX_POOL_BYTES: Final = 1 << 50  # a pebibyte on one host: a number below zero that was taken for one above
 # Errors travel in HTTP/2 trailers, where peers may refuse more than 8 KiB (gRPC's default).
 MAX_VIOLATIONS: Final = 16
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?", re.ASCII)
@@ -187,14 +188,16 @@ def connectors(faults: Faults, offers: Iterable[types_pb2.ConnectorOffer]) -> No
 def load(report: types_pb2.LoadReport) -> str:
     """What is wrong with a load report, in one line; empty if nothing."""
     largest = max(report.queue_length, report.running, report.waiting, report.inflight_transfers)
-    ratio = report.kv_usage_ratio
-    if largest <= MAX_COUNT and 0 <= ratio <= 1:  # false for NaN
+    ratio, free_bytes = report.kv_usage_ratio, report.transfer_pool_free_bytes
+    if largest <= MAX_COUNT and 0 <= ratio <= 1 and free_bytes <= MAX_POOL_BYTES:  # false for NaN
         return ""
     faults = Faults()
     for field in ("queue_length", "running", "waiting", "inflight_transfers"):
         faults.count(f"load.{field}", getattr(report, field))
     if not 0 <= ratio <= 1:
         faults.add("load.kv_usage_ratio", f"must be 0 to 1, got {ratio}")
+    if free_bytes > MAX_POOL_BYTES:
+        faults.add("load.transfer_pool_free_bytes", f"at most {MAX_POOL_BYTES}, got {free_bytes}")
     return faults.text()
 
 

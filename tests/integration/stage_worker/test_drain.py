@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterable
 
 import grpc
 import grpc.aio
@@ -25,7 +26,13 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def admin_of(table: Registry) -> admin_service_pb2_grpc.AdminServiceAsyncStub:
-    return admin_service_pb2_grpc.AdminServiceStub(table.channel)  # type: ignore[return-value]
+    return admin_service_pb2_grpc.AdminServiceStub(table.channel)
+
+
+async def _follow(restart: AsyncIterable[admin_pb.RestartStageResponse], steps: list[int]) -> None:
+    """What it tells, until it fails."""
+    async for step in restart:
+        steps += [step.step]
 
 
 async def test_what_still_runs_at_the_deadline_ends_with_a_typed_error(services: Services) -> None:
@@ -71,9 +78,9 @@ async def test_a_restart_without_a_supervisor_ends_with_the_code_and_says_who_is
                 stage=replica.ref.stage, ready_timeout=duration_pb2.Duration(seconds=1)
             )
             restart = admin_of(table).RestartStage(request)
-            steps = [(await restart.read()).step for _ in range(4)]  # type: ignore[union-attr]
+            steps: list[int] = []
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await restart.read()
+                await _follow(restart, steps)
             frames += [frame async for frame in running]
             assert frames[-1].events[-1].finish.completion_tokens == 150, "what ran has ended well"
         assert await worker.wait_exit() == RESTART_EXIT_CODE

@@ -90,7 +90,10 @@ def test_messages_stay_small_whatever_comes_in() -> None:
 @pytest.mark.parametrize("ratio", [float("nan"), float("inf"), -0.1, 1.1])
 def test_absurd_load_is_refused(ratio: float) -> None:
     assert "kv_usage_ratio" in validate.load(types_pb2.LoadReport(kv_usage_ratio=ratio))
-    assert "queue_length" in validate.load(types_pb2.LoadReport(queue_length=2**32 - 1))
+    for field in ("queue_length", "running", "waiting", "inflight_transfers"):
+        minus_one = types_pb2.LoadReport(**{field: 2**32 - 1})  # by a worker that counts wrong
+        assert field in validate.load(minus_one)
+    assert "transfer_pool_free_bytes" in validate.load(types_pb2.LoadReport(transfer_pool_free_bytes=2**64 - 1))
     assert validate.load(types_pb2.LoadReport(queue_length=7, kv_usage_ratio=1.0)) == ""
 
 
