@@ -44,8 +44,8 @@ from omnicore.access import Role
 from omnicore.clock import SYSTEM_CLOCK, Clock
 from omnicore.config import split_host_port
 from omnicore.errors import OmniError
-from omnicore.log import get_logger, setup_logging
-from omnicore.process import Shutdown, die_with_parent, run, write_ready_file
+from omnicore.log import get_logger
+from omnicore.process import Shutdown, run, write_ready_file
 from omnicore.security import Security
 from omnicore.tokens import TokenFile
 
@@ -222,9 +222,7 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         print(f"omniplane control-plane: error: {error}", file=sys.stderr)
         return 2
-    setup_logging("control-plane", settings.log_level, settings.log_json)
-    if settings.die_with_parent:
-        die_with_parent()
+    settings.begin("control-plane")
     return run(_serve(settings))
 
 

@@ -7,6 +7,7 @@ import dataclasses
 from control_plane.keys import Keys
 from control_plane.liveness import BASE_INTERVAL_S, MISSED_BEATS
 from omnicore.config import host_port, host_port_or_empty, option, positive
+from omnicore.process import ProcessConfig
 from omnicore.security import SecurityConfig
 
 EMBEDDED = "embedded"
@@ -36,7 +37,7 @@ def _ttl(value: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ControlPlaneConfig(SecurityConfig):
+class ControlPlaneConfig(ProcessConfig, SecurityConfig):
     """Run a control plane: registration, liveness, pipelines and admin verbs, over etcd.
 
     Any number of them may run over one etcd; gateways and workers take a list of their addresses.
@@ -86,10 +87,6 @@ class ControlPlaneConfig(SecurityConfig):
         "", help="loopback host:port of the embedded etcd, for etcdctl; empty: none", check=host_port_or_empty
     )
     drain_s: float = option(1.0, help="seconds that running calls get at shutdown", check=positive)
-    ready_file: str = option("", help="file to write once the registry is loaded: JSON with the address")
-    die_with_parent: bool = option(False, help="stop when the process that started this one ends")
-    log_level: str = option("info", help="least level to log", choices=("debug", "info", "warning", "error"))
-    log_json: bool = option(False, help="log JSON rather than text")
 
     @property
     def kept_ids(self) -> dict[int, int]:

@@ -27,8 +27,8 @@ from omni.v1 import inference_service_pb2_grpc, router_service_pb2_grpc
 from omnicore import config as configuration
 from omnicore import rpc
 from omnicore.access import Role
-from omnicore.log import get_logger, setup_logging
-from omnicore.process import Shutdown, die_with_parent, run, write_ready_file
+from omnicore.log import get_logger
+from omnicore.process import Shutdown, run, write_ready_file
 from omnicore.security import Security, is_loopback
 
 _log = get_logger(__name__)
@@ -158,7 +158,5 @@ async def serve(config: GatewayConfig) -> int:
 def main(argv: Sequence[str]) -> int:
     """``omniplane gateway``."""
     config = configuration.parse(GatewayConfig, argv, program="omniplane gateway", component="gateway")
-    setup_logging("gateway", config.log_level, config.log_json)
-    if config.die_with_parent:
-        die_with_parent()
+    config.begin("gateway")
     return run(serve(config))

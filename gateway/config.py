@@ -6,12 +6,13 @@ import dataclasses
 
 from gateway.balancers import POLICIES
 from omnicore.config import host_port, host_ports, not_negative, option, positive
+from omnicore.process import ProcessConfig
 from omnicore.rpc import MAX_MESSAGE_BYTES
 from omnicore.security import SecurityConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class GatewayConfig(SecurityConfig):
+class GatewayConfig(ProcessConfig, SecurityConfig):
     """Serves OpenAI HTTP and gRPC, and routes every request over the stages of its pipeline."""
 
     control_plane: tuple[str, ...] = option(
@@ -44,7 +45,3 @@ class GatewayConfig(SecurityConfig):
         30.0, help="how long running requests may go on after SIGTERM, seconds", check=not_negative
     )
     kept_requests: int = option(1000, help="ended requests whose timeline is kept", check=not_negative)
-    ready_file: str = option("", help="write addresses here, as JSON, once serving")
-    log_level: str = option("info", help="what to log", choices=("debug", "info", "warning", "error"))
-    log_json: bool = option(False, help="log JSON lines")
-    die_with_parent: bool = option(False, help="stop when the starting process ends")

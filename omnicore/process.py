@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import dataclasses
 import os
 import signal
 import sys
@@ -15,6 +16,8 @@ import orjson
 import uvloop
 
 from omnicore import errors
+from omnicore.config import option
+from omnicore.log import setup_logging
 
 RESTART_EXIT_CODE = 75
 """Exit code of a service that ended so that its launcher starts it anew at once: no failure, and no wish to stay away.
@@ -46,6 +49,22 @@ def dying_with_parent(command: Sequence[str], sig: signal.Signals = signal.SIGTE
     which runs nothing of ours.
     """
     return [sys.executable, "-I", "-S", "-c", _DYING_WITH_PARENT, str(int(sig)), str(os.getpid()), *command]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProcessConfig:
+    """The process"""
+
+    ready_file: str = option("", help="file to write once it serves: JSON with its addresses and process id")
+    log_level: str = option("info", help="least level to log", choices=("debug", "info", "warning", "error"))
+    log_json: bool = option(False, help="log JSON lines rather than text")
+    die_with_parent: bool = option(False, help="stop when the process that started this one ends")
+
+    def begin(self, service: str) -> None:
+        """Log as ``service``, and die with the parent if that is asked for. Call it first in ``main``."""
+        if self.die_with_parent:
+            die_with_parent()
+        setup_logging(service, self.log_level, self.log_json)
 
 
 class Shutdown:

@@ -34,7 +34,7 @@ def _domain(value: str) -> None:
         raise ValueError(f"must be a DNS name such as omniplane.internal, got {value!r}")
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SecurityConfig:
     """Mutual TLS between services (docs/security.md)"""
 

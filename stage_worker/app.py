@@ -11,7 +11,7 @@ from omnicore import config as configuration
 from omnicore import process
 from omnicore.access import Role
 from omnicore.clock import SYSTEM_CLOCK
-from omnicore.log import get_logger, setup_logging
+from omnicore.log import get_logger
 from omnicore.security import Security
 from stage_worker.config import StageWorkerConfig
 from stage_worker.control_plane_client import ControlPlaneClient
@@ -25,9 +25,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the service; returns its exit code: 0 after a graceful stop, ``RESTART_EXIT_CODE`` after a drain whose
     operator wants a new process."""
     config = configuration.parse(StageWorkerConfig, argv, program="omniplane stage-worker", component="stage_worker")
-    if config.die_with_parent:
-        process.die_with_parent()
-    setup_logging(f"stage-worker {config.pipeline}/{config.stage_id}", config.log_level, config.log_json)
+    config.begin(f"stage-worker {config.pipeline}/{config.stage_id}")
     return process.run(_run_service(config))
 
 

@@ -6,6 +6,7 @@ import dataclasses
 
 from connectors.shm import DEFAULT_POOL_BYTES
 from omnicore.config import host_port_or_empty, host_ports, not_negative, option, positive
+from omnicore.process import ProcessConfig
 from omnicore.security import SecurityConfig
 from stage_worker.flows import OPEN_WAIT_S
 from stage_worker.links import CHUNK_TIMEOUT_S
@@ -22,7 +23,7 @@ def _id_or_none(value: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class StageWorkerConfig(SecurityConfig):
+class StageWorkerConfig(ProcessConfig, SecurityConfig):
     """One replica of one stage: loads its engine, registers, serves gateways and peer workers."""
 
     pipeline: str = option(help="pipeline to serve a stage of", check=_named)
@@ -64,7 +65,3 @@ class StageWorkerConfig(SecurityConfig):
     flow_open_timeout_s: float = option(
         OPEN_WAIT_S, help="how long a consumer waits for its request to reach this worker", check=positive
     )
-    ready_file: str = option("", help="write address, replica id and epoch here, as JSON, once READY")
-    log_level: str = option("info", help="log level", choices=("debug", "info", "warning", "error"))
-    log_json: bool = option(False, help="logs as JSON")
-    die_with_parent: bool = option(False, help="stop when the parent process ends")

