@@ -15,6 +15,7 @@ from omnictl.commands import (
     get,
     policy,
     replica,
+    request,
     restart,
     status,
     top,
@@ -31,12 +32,12 @@ _GROUPS = (
     Group("Change pipelines", ("validate", "apply", "delete", "policy")),
     Group("Change replicas", ("cordon", "uncordon", "drain", "evict", "restart")),
     Group("Call engines", ("sleep", "wake", "profile", "reset-cache")),
-    Group("Use", ("chat",)),
+    Group("Use", ("chat", "request")),
     Group("Other", ("context", "version", "completion")),
 )
 _MODULES = (
     *(up, down, status, get, describe, top, etcd, validate, apply, delete, policy, replica, restart, collective),
-    *(chat, context, version, completion),
+    *(chat, request, context, version, completion),
 )
 _NOTES = """\
 Addresses and credentials come from flags, else environment variables, else the current context (see

@@ -177,6 +177,22 @@ def test_describe_tells_of_heartbeats(cluster: Cli) -> None:
     assert beat.endswith(f" ago at {cluster.known()['server']}")
 
 
+def test_where_a_request_was_and_its_end(cluster: Cli) -> None:
+    answer = json.loads(cluster.ok("chat", "speech", "Hello?", "--max-tokens", "5", "-o", "json"))
+    found = json.loads(cluster.ok("request", "get", answer["request_id"], "-o", "json"))
+    assert found["status"] == "finished"
+    assert [event["event"] for event in found["timeline"]][:2] == ["admitted", "dispatched"]
+    assert found["gateway"] == cluster.known()["gateway"]
+    text = cluster.ok("request", "get", answer["request_id"])
+    assert "speech/0/0" in text
+    assert text.startswith(f"Request:  {answer['request_id']}\nStatus:   finished\n")
+    for argv in (("get", "nope"), ("abort", "nope"), ("abort", answer["request_id"])):
+        done = cluster.run("request", *argv)
+        assert (done.code, done.out) == (4, "")
+        assert "no request" in done.err
+    assert cluster.run("request", "get", "nope", "--gateway", "127.0.0.1:1").code == 6
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
