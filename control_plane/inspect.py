@@ -33,6 +33,7 @@ _MAX_KEYS: Final = 2000  # read from etcd for one page
 _MAX_PAGE_BYTES: Final = 4 * 1024 * 1024
 _MAX_KEY_LENGTH: Final = 1024
 # Each is a watch on etcd; these are for people, gateways have WatchReplicas.
+_MAX_REVISION: Final = 2**63 - 2  # of etcd, which counts in 64 signed bits, less the one that a watch begins after
 _MAX_WATCHES: Final = 16
 _LEASES_AT_ONCE: Final = 32
 
@@ -96,6 +97,8 @@ class InspectServicer(inspect_service_pb2_grpc.InspectServiceServicer):
             raise ResourceExhaustedError(
                 f"{self._watches} watches of keys are open here already", reason="TOO_MANY_WATCHES"
             )
+        if request.resume_revision > _MAX_REVISION:
+            raise InvalidRequestError.field("resume_revision", f"must be at most {_MAX_REVISION}")
         start = request.resume_revision + 1 if request.resume_revision else 0
         self._watches += 1
         try:

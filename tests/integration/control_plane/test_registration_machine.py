@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -29,6 +29,7 @@ from control_plane.etcd import EtcdClient
 from omni.v1 import admin_service_pb2 as admin_pb
 from omni.v1 import pipeline_pb2
 from omni.v1 import registry_service_pb2 as pb
+from tests.fuzz.messages import fuzz
 from tests.integration.control_plane.harness import Client, Worker, cluster, error_of
 from tests.support.etcd import EtcdNode, etcd_server
 
@@ -82,7 +83,8 @@ class Registration(RuleBasedStateMachine):
         self.name = f"c{uuid.uuid4().hex[:12]}"
         self.planes = [Plane(self.etcd, self.name) for _ in range(2)]
         self.model: dict[int, Worker] = {}
-        self.cordoned: set[int] = set()
+        self.cordoned: set[str] = set()
+        """Instances: a cordon goes with its instance, over a lost lease as well."""
         self.evicted: set[str] = set()
         self.store: EtcdClient
         self.plan: pipeline_pb2.Pipeline
@@ -175,10 +177,11 @@ class Registration(RuleBasedStateMachine):
             if worker.replica_id not in self.model and worker.request.instance_uuid not in self.evicted:
                 assert directive == REREGISTER, "its id is free: it may come back"
 
-    def _gone(self, worker: Worker) -> None:
-        """A cordon is of the id, and stays for whoever has it next."""
+    def _gone(self, worker: Worker, *, for_good: bool = True) -> None:
         if self._held(worker):
             del self.model[worker.replica_id]
+            if for_good:
+                self.cordoned.discard(worker.request.instance_uuid)
 
     @rule(worker=workers, plane=PLANES)
     def leave(self, worker: Worker, plane: int) -> None:
@@ -190,7 +193,7 @@ class Registration(RuleBasedStateMachine):
         """What etcd does when a lease runs out."""
         if self._held(worker):
             self.run(self.store.revoke_lease(worker.claim.lease_id))
-            self._gone(worker)
+            self._gone(worker, for_good=False)
 
     @precondition(lambda self: self.model)
     @rule(worker=consumes(workers), plane=PLANES)
@@ -208,10 +211,10 @@ class Registration(RuleBasedStateMachine):
             ref = worker.claim.replica
             if out:
                 self.run(admin.CordonReplica(admin_pb.CordonReplicaRequest(replica=ref)))
-                self.cordoned.add(worker.replica_id)
+                self.cordoned.add(worker.request.instance_uuid)
             else:
                 self.run(admin.UncordonReplica(admin_pb.UncordonReplicaRequest(replica=ref)))
-                self.cordoned.discard(worker.replica_id)
+                self.cordoned.discard(worker.request.instance_uuid)
 
     @rule(plane=PLANES)
     def restart_control_plane(self, plane: int) -> None:
@@ -232,7 +235,12 @@ class Registration(RuleBasedStateMachine):
     @invariant()
     def tables_equal_the_store_and_the_model(self) -> None:
         wanted = {
-            (replica_id, worker.request.instance_uuid, worker.claim.replica.epoch, replica_id in self.cordoned)
+            (
+                replica_id,
+                worker.request.instance_uuid,
+                worker.claim.replica.epoch,
+                worker.request.instance_uuid in self.cordoned,
+            )
             for replica_id, worker in self.model.items()
         }
 
@@ -261,13 +269,7 @@ def shared_etcd() -> Iterator[None]:
 def test_any_sequence_keeps_ids_unique_and_lowest_and_every_table_equal_to_the_store(shared_etcd: None) -> None:
     run_state_machine_as_test(
         Registration,
-        settings=settings(
-            max_examples=10,
-            stateful_step_count=25,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            print_blob=True,
-        ),
+        settings=settings(fuzz(12), stateful_step_count=25),
     )
 
 
