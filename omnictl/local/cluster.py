@@ -133,9 +133,10 @@ class LocalCluster:
                 ) from None
 
     async def stop(self) -> None:
-        """Workers first, so that they finish what they have; then the gateway, the control plane and etcd."""
+        """The gateway first: it takes nothing new, and what runs ends at workers that still serve. Were they to leave
+        before, requests that come meanwhile would wait for a replica, and the gateway for them."""
         workers = [worker.name for worker in self._workers]
-        await self._supervisor.stop([workers, [GATEWAY], [CONTROL_PLANE], [ETCD]])
+        await self._supervisor.stop([[GATEWAY], workers, [CONTROL_PLANE], [ETCD]])
 
     async def _launch(self, spec: Spec) -> dict[str, Any]:
         async with self._turns.turn():

@@ -126,12 +126,12 @@ async def http_session() -> AsyncIterator[aiohttp.ClientSession]:
 
 @contextlib.asynccontextmanager
 async def load(
-    cluster: Cluster, *, clients: int = CLIENTS, gateways: Sequence[Unit] | None = None
+    cluster: Cluster | None, *, clients: int = CLIENTS, gateways: Sequence[Unit] = ()
 ) -> AsyncIterator[Load]:
     """Ask all the time, from before the block until its end; then every running request is awaited."""
     running = Load()
     stop = asyncio.Event()
-    places = cluster.gateways if gateways is None else gateways
+    places = gateways or (cluster.gateways if cluster is not None else ())
 
     async def client(number: int, session: aiohttp.ClientSession) -> None:
         turns = itertools.cycle(places)
@@ -157,9 +157,9 @@ async def load(
             stop.set()
 
 
-async def serves(cluster: Cluster, gateways: Sequence[Unit] | None = None) -> None:
+async def serves(cluster: Cluster | None, gateways: Sequence[Unit] = ()) -> None:
     """One question at each gateway, answered."""
     async with http_session() as session:
-        for gateway in cluster.gateways if gateways is None else gateways:
+        for gateway in gateways or (cluster.gateways if cluster is not None else ()):
             outcome = await ask(session, gateway)
             assert outcome.ok, outcome

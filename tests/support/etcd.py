@@ -163,6 +163,11 @@ class Certificates:
             directory / "client.key",
         )
 
+    @property
+    def credentials(self) -> EtcdCredentialFiles:
+        """Of a client."""
+        return EtcdCredentialFiles(ca=str(self.ca), cert=str(self.client_cert), key=str(self.client_key))
+
 
 @contextlib.asynccontextmanager
 async def etcd_server(
