@@ -87,8 +87,8 @@ class Authorizer(Interceptor):
             free = EVERYONE - self._token_files.keys()
             return Caller(frozenset(free | by_token), "", frozenset(free), sent)
         shown = context.auth_context()
-        suffix = f".{self._domain}"
-        names = [name.decode(errors="replace") for name in shown.get("peer_dns", ())]
+        suffix = f".{self._domain}".lower()
+        names = [name.decode(errors="replace").lower() for name in shown.get("peer_dns", ())]
         named = {name.removesuffix(suffix) for name in names if name.endswith(suffix)}
         certified = frozenset(role for role in Role if role in named) or frozenset({Role.CLIENT})
         roles = certified | (by_token - {Role.WORKER})

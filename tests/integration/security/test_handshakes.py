@@ -112,6 +112,36 @@ def test_wrong_files_are_named_at_the_start(
         Security(settings, serves=serves)
 
 
+async def test_a_certificate_may_hang_on_an_intermediate_authority(certs: DevCerts, tmp_path: Path) -> None:
+    """What links it to the authority stands behind it in the same file."""
+    for name in ("ca.pem", "ca.key", "worker.key"):
+        shutil.copy(certs.path(name), tmp_path / name)
+    (tmp_path / "between.ext").write_text("basicConstraints=critical,CA:TRUE\nkeyUsage=critical,keyCertSign\n")
+    (tmp_path / "leaf.ext").write_text("subjectAltName=DNS:Worker.omniplane.internal\n")
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    for command in (
+        ("req", "-new", *curve, "-keyout", "between.key", "-subj", "/CN=between", "-out", "between.csr"),
+        ("x509", "-req", "-in", "between.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2",
+         "-extfile", "between.ext", "-out", "between.pem"),
+        ("req", "-new", "-key", "worker.key", "-subj", "/CN=leaf", "-out", "leaf.csr"),
+        ("x509", "-req", "-in", "leaf.csr", "-CA", "between.pem", "-CAkey", "between.key", "-CAcreateserial",
+         "-days", "2", "-extfile", "leaf.ext", "-out", "leaf.pem"),
+    ):  # fmt: skip
+        subprocess.run(("openssl", *command), cwd=tmp_path, check=True, capture_output=True, timeout=30)
+    (tmp_path / "chain.pem").write_bytes((tmp_path / "leaf.pem").read_bytes() + (tmp_path / "between.pem").read_bytes())
+    settings = dataclasses.replace(
+        certs.settings("worker"), tls_cert=str(tmp_path / "chain.pem"), tls_key=str(tmp_path / "worker.key")
+    )
+    chained = Security(settings, serves=Role.WORKER)
+    async with serving(chained) as address:
+        for caller in (chained, Security(certs.settings("worker"))):
+            async with caller.to_worker(address) as channel:
+                # The role's name counts in any spelling: only a worker may do this.
+                assert isinstance(await outcome(channel, "TransferService/Claim"), UnimplementedError)
+    with pytest.raises(InvalidRequestError, match="unable to get local issuer"):
+        Security(dataclasses.replace(settings, tls_cert=str(tmp_path / "leaf.pem")))
+
+
 def test_another_domain_is_another_cluster(tmp_path: Path) -> None:
     certs = DevCerts.make(tmp_path, "--domain", "blue.example", "--role", "worker")
     settings = certs.settings("worker")

@@ -13,7 +13,7 @@ from tests.support.certificates import DevCerts
 from tests.support.processes import Services
 from tests.support.processes import services as services  # a fixture
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 WORKER = ("stage-worker", "--pipeline", "p", "--stage-id", "0")
 REMEDY = "--tls-ca, --tls-cert and --tls-key, or say --insecure"
@@ -51,7 +51,7 @@ COMMANDS = [
 async def test_refused_with_exit_code_2_and_the_flags(services: Services) -> None:
     started = [(services.spawn(*command), flag, remedy) for flag, remedy, command in COMMANDS]
     for process, flag, remedy in started:
-        assert await process.wait_exit(60) == 2, process.logs()
+        assert await process.wait_exit(180) == 2, process.logs()
         last = process.logs().splitlines()[-1]
         assert last.startswith(f"error: {flag}: "), last
         assert remedy in last
