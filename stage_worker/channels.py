@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterator
 
+import grpc
 import grpc.aio
 
 from omni.v1 import transfer_pb2, transfer_service_pb2_grpc
@@ -47,7 +48,8 @@ class PeerChannels:
         go."""
         version = self._version()
         entry = self._entries.get(endpoint)
-        if entry is not None and entry.version is not version:
+        # A channel that could not connect waits before it tries again, and refuses meanwhile: its peer may be back.
+        if entry is not None and (entry.version is not version or _failed(entry.channel)):
             self._outdated.append(entry)
             entry = None
         if entry is None:
@@ -89,6 +91,10 @@ class PeerChannels:
                 if isinstance(typed, UnavailableError):
                     typed.metadata = {**peer_metadata(handle), **typed.metadata}
                 raise typed from error
+
+
+def _failed(channel: grpc.aio.Channel) -> bool:
+    return channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
 
 def peer_metadata(handle: transfer_pb2.TransferHandle) -> dict[str, str]:

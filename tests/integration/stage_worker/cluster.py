@@ -57,8 +57,7 @@ async def local_worker(plan: pipeline_pb2.Pipeline, stage_id: int, **config: Any
         pipeline=plan.name,
         stage_id=stage_id,
         control_plane=("127.0.0.1:1",),
-        listen="127.0.0.1:0",
-        **{"pool_bytes": 8 * 1024 * 1024, **config},
+        **{"listen": "127.0.0.1:0", "pool_bytes": 8 * 1024 * 1024, **config},
     )
     worker = Worker(settings, plan, plan.stages[stage_id], ControlPlaneClient(settings.control_plane, SYSTEM_CLOCK))
     try:
