@@ -42,7 +42,7 @@ from omni.v1 import pipeline_service_pb2, pipeline_service_pb2_grpc
 from omnicore import protocol, rpc
 
 GATEWAYS = 4
-SIZES = (100, 300, 1_000, 3_000, 10_000)
+SIZES = (100, 1_000, 3_000, 10_000)
 QUICK_SIZES = (20, 60)
 PEER_SIZE = 1_000
 _DEPLOY = "pipeline: fleet\nstages:\n  - {stage_id: 0, engine: sim, final_output: true, final_output_type: text}\n"
@@ -55,7 +55,7 @@ class Effort:
     """How much of everything."""
 
     window_s: float = 8.0
-    victims: int = 60
+    victims: int = 50
     hung: int = 8
     in_flight: int = 16
     pause_s: float = 0.05

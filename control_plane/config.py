@@ -53,7 +53,7 @@ class ControlPlaneConfig(ProcessConfig, SecurityConfig):
     cluster: str = option("default", help="name of the cluster: the third part of every etcd key", check=_cluster)
     lease_ttl_s: int = option(
         10,
-        help="whole seconds without a beat after which a replica is removed",
+        help="whole seconds without a beat after which a replica is removed; more in a fleet of hundreds",
         check=_ttl,
         flags=("--omni-heartbeat-timeout",),
     )

@@ -149,6 +149,16 @@ class Heartbeats:
             if key is not None and last is not None and not self._closing:
                 self._ended(key, last.replica.epoch, number)
 
+    def registered(self, key: ReplicaKey, epoch: int, lease_ttl_s: float) -> None:
+        """A claim whose lease has just been granted or refreshed, so that its first beat need not do it again."""
+        row = self._table.replica(key)
+        if row is None or row.epoch != epoch:
+            return  # etcd's event is late: the first beat refreshes the lease
+        claim = self._claims.get(key)
+        if claim is None or claim.epoch != epoch:
+            claim = self._claims[key] = _Claim(key, epoch, row.lease_id, row.replica.state)
+        claim.refresh_due_s = self._clock.monotonic() + _refresh_after_s(lease_ttl_s)
+
     # ---- one beat
 
     async def _beat(self, beat: pb.HeartbeatRequest, key: ReplicaKey, stream: int) -> pb.HeartbeatResponse:
@@ -340,8 +350,7 @@ class Heartbeats:
             claim.refresh_due_s = self._clock.monotonic() + min(_RETRY_S, self._lease_ttl_s / 6)
             _log.debug("lease not refreshed", replica=key, error=error)
         else:
-            # Around a third of its life: leases that fell due together, after a restart say, must not stay together.
-            claim.refresh_due_s = asked_s + ttl_s * random.uniform(0.28, 0.38)
+            claim.refresh_due_s = asked_s + _refresh_after_s(ttl_s)
         return None
 
     # ---- silence
@@ -369,6 +378,11 @@ class Heartbeats:
             if pulse is not None and pulse.epoch == row.epoch and row.replica.suspect and not pulse.suspect:
                 # Another control plane lost sight of it, while it beats here.
                 self._liveness.recorded_suspect(pulse, self._clock.monotonic())
+
+
+def _refresh_after_s(ttl_s: float) -> float:
+    """Around a third of its life: leases that fell due together, after a restart say, must not stay together."""
+    return ttl_s * random.uniform(0.28, 0.38)
 
 
 def _same_claim(beat: pb.HeartbeatRequest, other: pb.HeartbeatRequest) -> bool:

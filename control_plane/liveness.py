@@ -34,19 +34,21 @@ FLAP_WINDOW_S: Final = 60.0
 STALL_S: Final = 0.5
 
 BASE_INTERVAL_S: Final = 0.25  # 3 missed beats = 0.75 s, so a hang is unrouted well within 3 s
-# A beat costs a control plane about 0.2 ms of one core, nearly all of it gRPC (docs/performance.md).
-MAX_BEATS_PER_S: Final = 3_000.0
+# A beat costs a control plane 0.3 ms of one core, most of it gRPC (docs/performance.md): a third of a core is for beats
+# as long as leases allow, the rest for registrations and watchers.
+MAX_BEATS_PER_S: Final = 1_000.0
 # Beats of a large fleet are seconds apart. A replica that is late by this much is as suspicious as one that missed two
 # short intervals; to wait for two long ones as well would only make a hang cost more.
 MAX_LATE_S: Final = 1.5
-# A refresh costs a control plane about as much as a beat, and etcd half of that.
-MAX_REFRESHES_PER_S: Final = 400.0
+# A refresh costs a control plane about as much as a beat. Leases keep the life that they were granted, so those of a
+# fleet that has grown tenfold are refreshed three times as often as this.
+MAX_REFRESHES_PER_S: Final = 100.0
 
 
 def interval_s(replicas: int, base_s: float, lease_ttl_s: float) -> float:
     """How often each of ``replicas`` should beat: ``base_s`` while the fleet is small, then longer, so that the beats
-    of all stay within ``MAX_BEATS_PER_S``. Never longer than a third of the shortest lease: only beats refresh it."""
-    return min(max(base_s, replicas / MAX_BEATS_PER_S), max(base_s, lease_ttl_s / 3))
+    of all stay within ``MAX_BEATS_PER_S``. Never longer than half of the shortest lease: only beats refresh it."""
+    return min(max(base_s, replicas / MAX_BEATS_PER_S), max(base_s, lease_ttl_s / 2))
 
 
 def ladder_s(interval_s: float) -> float:

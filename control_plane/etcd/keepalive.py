@@ -174,6 +174,7 @@ class KeepAlive:
             _log.debug("etcd keep-alive write failed", error=error)
 
     def _answered(self, lease_id: int, ttl_s: float) -> None:
+        self._table.heard(self._now())
         if ttl_s <= 0:
             self._table.drop(lease_id)
             self._lost(lease_id, "etcd does not know it any more")

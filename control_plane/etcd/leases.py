@@ -49,6 +49,7 @@ class LeaseTable:
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
         self._heap: list[tuple[float, int]] = []  # entries are left behind when a lease's due time moves
+        self._heard_at = -math.inf
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -84,6 +85,11 @@ class LeaseTable:
             entry.kept, entry.deadline, entry.send_at = False, math.inf, now
             self._push(lease_id, entry)
 
+    def heard(self, now: float) -> None:
+        """The server answered something. While it does, an answer that is late is queued behind others: to ask for all
+        of them again, on a new stream, would only make the queue longer."""
+        self._heard_at = now
+
     def answered(self, lease_id: int, ttl_s: float) -> None:
         """The server renewed the lease for ``ttl_s`` seconds."""
         entry = self._entries.get(lease_id)
@@ -117,7 +123,7 @@ class LeaseTable:
                 del self._entries[lease_id]
                 result.expired.append(lease_id)
             elif entry.outstanding:
-                result.hung = True
+                result.hung = result.hung or now - self._heard_at >= self._patience_s(entry)
                 entry.answer_by = now + self._patience_s(entry)  # if nobody starts over, say it again later
                 self._push(lease_id, entry)
             else:

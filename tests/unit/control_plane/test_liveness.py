@@ -184,7 +184,7 @@ def test_another_control_planes_suspicion_is_earned_back_here() -> None:
 
 @pytest.mark.parametrize(
     ("replicas", "expected"),
-    [(0, BASE_INTERVAL_S), (500, BASE_INTERVAL_S), (3000, 3000 / MAX_BEATS_PER_S), (1_000_000, 10 / 3)],
+    [(0, BASE_INTERVAL_S), (200, BASE_INTERVAL_S), (3000, 3000 / MAX_BEATS_PER_S), (1_000_000, 10 / 2)],
 )
 def test_interval_grows_with_the_fleet_within_the_lease(replicas: int, expected: float) -> None:
     assert interval_s(replicas, BASE_INTERVAL_S, lease_ttl_s=10) == pytest.approx(expected)
@@ -202,7 +202,7 @@ def test_long_intervals_do_not_make_a_hang_long() -> None:
     assert suspected_s == [pytest.approx(3.0 + MAX_LATE_S, abs=2 * TICK_S)]
 
 
-@pytest.mark.parametrize(("replicas", "expected"), [(0, 10), (1_000, 10), (10_000, 75)])
+@pytest.mark.parametrize(("replicas", "expected"), [(0, 10), (300, 10), (1_000, 30), (10_000, 300)])
 def test_leases_grow_with_the_fleet(replicas: int, expected: int) -> None:
     assert lease_ttl_s(replicas, 10) == expected
     assert lease_ttl_s(replicas, 3600) == 3600

@@ -45,6 +45,17 @@ def test_missing_answer_tells_that_the_member_hangs_and_a_new_stream_sends_again
     assert table.next_due() == 8.0
 
 
+def test_late_answers_of_a_busy_member_are_waited_for() -> None:
+    table = LeaseTable()
+    table.keep(1, 30.0, now=0.0)
+    table.keep(2, 30.0, now=0.0)
+    table.take_due(10.0)
+    table.heard(11.0)
+    table.answered(1, 30.0)
+    assert not table.take_due(11.6).hung, "2 is late, but others are answered"
+    assert table.take_due(table.next_due()).hung, "nothing was answered since"
+
+
 @pytest.mark.parametrize("ttl_s", [1.0, 2.0, 3.0, 10.0, 60.0])
 def test_a_hung_member_leaves_time_for_another(ttl_s: float) -> None:
     table = LeaseTable()
