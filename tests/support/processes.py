@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +111,14 @@ class Services:
         self._directory = directory
         self.started: list[ServiceProcess] = []
 
-    def spawn(self, service: str, *flags: str, env: Mapping[str, str] | None = None) -> ServiceProcess:
-        """Start ``omniplane SERVICE FLAGS…`` without waiting; see ``ServiceProcess.wait_ready``."""
+    def spawn(
+        self, service: str, *flags: str, env: Mapping[str, str] | None = None, prefix: Sequence[str] = ()
+    ) -> ServiceProcess:
+        """Start ``omniplane SERVICE FLAGS…`` without waiting; see ``ServiceProcess.wait_ready``. ``prefix``: a program
+        that runs it, ``ip netns exec NAME`` say."""
         name = f"{len(self.started)}-{service}"
         ready_path = self._directory / f"{name}.ready"
-        command = [sys.executable, "-m", "omniplane", service, *flags]
+        command = [*prefix, sys.executable, "-m", "omniplane", service, *flags]
         command += ["--ready-file", str(ready_path), "--die-with-parent"]
         log_path = self._directory / f"{name}.log"
         with log_path.open("wb") as log:
@@ -131,10 +134,15 @@ class Services:
         return running
 
     async def start(
-        self, service: str, *flags: str, env: Mapping[str, str] | None = None, timeout_s: float = 30.0
+        self,
+        service: str,
+        *flags: str,
+        env: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+        timeout_s: float = 30.0,
     ) -> ServiceProcess:
         """Start a service and wait until it serves."""
-        running = self.spawn(service, *flags, env=env)
+        running = self.spawn(service, *flags, env=env, prefix=prefix)
         await running.wait_ready(timeout_s)
         return running
 
