@@ -49,6 +49,26 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_every_known_failure_has_tests_that_exist() -> None:
+    text = (ROOT / "docs" / "known-failures.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| [^|]* \| [^|]* \| ([^|]*) \|$", text, re.MULTILINE)
+    numbers = [int(number) for number, _ in rows]
+    assert numbers == sorted(set(numbers))
+    assert len(numbers) >= 21
+    named: set[str] = set()
+    for number, evidence in rows:
+        tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", evidence)
+        assert tests, f"known failure {number} has no test"
+        for file, name in tests:
+            assert (ROOT / file).is_file(), f"{number}: {file}"
+            assert name in definitions(ROOT / file), f"{number}: {file}::{name}"
+            if name.startswith("test_bug_"):
+                assert name.startswith(f"test_bug_{number}_"), f"{name} stands in the row of {number}"
+                named.add(name)
+    written = {name for path in (ROOT / "tests" / "bugs").glob("test_*.py") for name in definitions(path)}
+    assert named == {name for name in written if name.startswith("test_bug_")}
+
+
 def test_feature_status_names_tests_that_exist() -> None:
     text = (ROOT / "docs" / "feature-status.md").read_text()
     rows = re.findall(r"^\| ([A-Z]-\d\d(?:\.\.\d\d)?) \| [^|]* \| ([^|]*) \| ([^|]*) \|$", text, re.MULTILINE)
