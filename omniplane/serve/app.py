@@ -13,7 +13,7 @@ from omnicore import config as configuration
 from omnicore import process
 from omnicore.clock import SYSTEM_CLOCK, Clock
 from omnicore.errors import TABLE, InvalidRequestError, OmniError
-from omnicore.log import get_logger, setup_logging
+from omnicore.log import get_logger
 from omnicore.supervise.restart import RestartPolicy
 from omnicore.supervise.signals import StopSignals
 from omnicore.supervise.supervisor import Member, StartFailedError, State, Supervisor
@@ -51,9 +51,7 @@ def main(argv: Sequence[str]) -> int:
         config, flags = parse(argv)
     except InvalidRequestError as error:
         return _wrong_use(error)
-    if config.die_with_parent:
-        process.die_with_parent()
-    setup_logging("serve", config.log_level, config.log_json)
+    config.begin("serve")
     for warn, text in config.notes():
         (_log.warning if warn else _log.info)(text)
     return process.run(_run(config, flags))

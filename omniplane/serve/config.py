@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from omnicore.config import host_port, not_negative, option, positive
 from omnicore.errors import InvalidRequestError
 from omnicore.policies import BALANCING_POLICIES
+from omnicore.process import ProcessConfig
 from omnicore.security import SecurityConfig
 
 DEFAULT_POLICY = "random"
@@ -101,7 +102,7 @@ ENGINE_FLAGS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServeConfig(EngineFlags, SecurityConfig):
+class ServeConfig(EngineFlags, ProcessConfig, SecurityConfig):
     """Serve a multi-stage pipeline with the command line of vLLM-Omni.
     Without --stage-id: the whole pipeline on this machine. With it: a head, which runs the control plane, the gateway
     and that stage's replicas; with --headless as well: only that stage's replicas, under a head elsewhere.
@@ -172,10 +173,6 @@ class ServeConfig(EngineFlags, SecurityConfig):
     drain_timeout: float = option(
         30.0, help="seconds that running requests may take after SIGTERM (ours)", check=not_negative
     )
-    ready_file: str = option("", help="write addresses and replicas here, as JSON, once serving (ours)")
-    log_level: str = option("info", help="what to log", choices=("debug", "info", "warning", "error"))
-    log_json: bool = option(False, help="logs as JSON")
-    die_with_parent: bool = option(False, help="stop when the parent process ends")
 
     @property
     def mode(self) -> Mode:
