@@ -17,7 +17,7 @@ from omnictl.failures import one_line
 from omnictl.output import Column
 
 _ROOT = "/omni/v1/"
-_HASH = re.compile(r"[0-9a-f]{64}")
+_OPAQUE = re.compile(r"[0-9a-f]{64}|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 def kind_and_name(key: str) -> tuple[str, str]:
@@ -97,8 +97,8 @@ _SUMMARIES: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def short(name: str) -> str:
-    """``name`` on one line; a hash, which nobody reads, by its first digits."""
-    return one_line(f"{name[:12]}…" if _HASH.fullmatch(name) else name)
+    """``name`` on one line; a hash or a UUID, which nobody reads, by its first digits."""
+    return one_line(f"{name[:8]}…" if _OPAQUE.fullmatch(name) else name)
 
 
 def lease_text(lease_id: int) -> str:

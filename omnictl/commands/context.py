@@ -244,16 +244,16 @@ def columns() -> list[Column[_Row]]:
     def note(row: _Row) -> str:
         if not row.context.pid:
             return ""
-        lives = "runs" if contexts.owner_lives(row.context) else "has ended"
-        return f"omnictl up {row.context.pipeline} {lives} (pid {row.context.pid})"
+        return f"{'runs' if contexts.owner_lives(row.context) else 'has ended'}, pid {row.context.pid}"
 
     return [
-        Column("CURRENT", lambda row: "*" if row.current else " "),
+        Column("", lambda row: "*" if row.current else " "),
         Column("NAME", lambda row: row.name),
         Column("SERVER", lambda row: row.context.server),
         Column("GATEWAY", lambda row: row.context.gateway),
         Column("SECURITY", security),
         Column("NOTE", note),
+        Column("PIPELINE", lambda row: row.context.pipeline, wide=True),
         Column("HTTP", lambda row: row.context.gateway_http, wide=True),
         Column("ETCD", lambda row: row.context.etcd, wide=True),
     ]

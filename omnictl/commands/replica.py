@@ -77,7 +77,7 @@ _VERBS = (
         _drain,
         "draining",
         examples=(
-            "# for maintenance: no request is cut off unless it takes longer than two minutes",
+            "# for maintenance: requests get two minutes to finish",
             "omnictl drain speech/talker/0 --deadline 2m --wait --reason 'new disk'",
         ),
         notes=(

@@ -32,7 +32,10 @@ def add(commands: Commands) -> None:
         "get",
         _get,
         description="Show the replicas that a request went to, and when.",
-        examples=("omnictl request get chatcmpl-8d48c15f6f5f1d28", "omnictl request get chatcmpl-8d48c15f6f5f1d28 -o json"),
+        examples=(
+            "omnictl request get chatcmpl-8d48c15f6f5f1d28",
+            "omnictl request get chatcmpl-8d48c15f6f5f1d28 -o json",
+        ),
         notes="Gateways keep requests that have ended for a while only.",
     )
     get.add_argument("id", metavar="ID", help="of the request")

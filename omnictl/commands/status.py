@@ -115,9 +115,9 @@ def _text(address: str, cluster: admin_service_pb2.GetClusterStatusResponse, gat
     store = "healthy" if cluster.store_healthy else "not answering: the cluster goes on with what it last knew"
     lines = [
         f"Cluster:        {cluster.cluster}",
-        f"Control plane:  serving at {address} "
-        f"(version {cluster.version or 'unknown'}, revision {cluster.revision}, "
-        f"{output.plural(cluster.watchers, 'watcher')})",
+        f"Control plane:  serving at {address}",
+        f"                version {cluster.version or 'unknown'}, revision {cluster.revision}, "
+        f"{output.plural(cluster.watchers, 'watcher')}",
         f"Store:          {store}",
         f"Gateway:        {'ready' if gateway.ready else 'not ready'} at {where}"
         + (f" ({gateway.detail})" if gateway.detail else ""),

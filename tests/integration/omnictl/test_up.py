@@ -47,7 +47,7 @@ def test_ctrl_c_drains_and_leaves_nothing(cli: Cli, one_stage: str) -> None:
         assert cli.known()["server"] == addresses["control_plane"]
         assert up.end(signal.SIGINT) == 0
         order = [line.split()[0] for line in up.err.splitlines() if " stopped " in line]
-        assert order == ["only-0", "gateway", "control-plane", "etcd"]
+        assert order == ["gateway", "only-0", "control-plane", "etcd"]
         _nothing_left(cli, up)
     assert not cli.context.exists()
     assert list((cli.directory / "tmp").iterdir()) == []

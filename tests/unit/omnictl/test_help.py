@@ -47,6 +47,11 @@ def test_every_command_has_examples_that_parse(command: str) -> None:
         assert hasattr(args, "run"), example
 
 
+def test_examples_are_explained_within_a_small_terminal() -> None:
+    texts = [p.format_help() for p in _paths(build_parser()).values()]
+    assert max(len(line) for text in texts for line in text.splitlines() if line.startswith("  # ")) <= 80
+
+
 def test_no_line_of_help_is_too_wide() -> None:
     texts = [build_parser().format_help(), *(p.format_help() for p in _paths(build_parser()).values())]
     assert max(len(line) for text in texts for line in text.splitlines()) <= 110
