@@ -19,6 +19,8 @@ from tests.integration.security.harness import outcome, serial, serving
 from tests.support.certificates import DevCerts
 from tests.support.etcd import etcd_server
 
+pytestmark = pytest.mark.timeout(120)
+
 READ = "RegistryService/ListReplicas"
 WORKER = "worker.omniplane.internal"
 
