@@ -227,10 +227,12 @@ def _gateway(config: ClusterConfig, control_plane: str) -> Spec:
             *("gateway", "--http", config.http),
             *("--grpc", config.grpc),
             *("--control-plane", control_plane),
+            # It stops first, so it is here that requests get their time to end.
+            *("--drain-timeout-s", f"{config.drain_timeout_s:g}"),
             *_insecure(config),
         ),
         ready_timeout_s=_SERVICE_READY_S,
-        stop_grace_s=10.0,
+        stop_grace_s=config.drain_timeout_s + _AFTER_DRAIN_S,
         pin=lambda ready: (
             *("--http", _pinned(config.http, ready["http"])),
             *("--grpc", _pinned(config.grpc, ready["grpc"])),
