@@ -255,7 +255,7 @@ class VllmEngine:
                 transformers_scan.keep(cache_dir() / "transformers")
                 stack.enter_context(vllm_quick_start.compiler_left_out(_import_vllm))
                 if not any("reasoning" in name for name in self._options):
-                    stack.enter_context(vllm_quick_start.api_servers_left_out())
+                    stack.enter_context(vllm_quick_start.api_servers_left_out(_import_engine))
             return self._make(model)
 
     def _make(self, model: str) -> Any:
@@ -306,6 +306,14 @@ class VllmEngine:
 
 def _import_vllm() -> None:
     import vllm  # noqa: F401
+
+
+def _import_engine() -> None:
+    import vllm.engine.arg_utils
+    import vllm.renderers.hf
+
+    # It copies the tokenizer for threads that prepare prompts. We give it tokens.
+    vllm.renderers.hf.maybe_make_thread_pool = lambda tokenizer, copies=1: tokenizer
 
 
 async def _prompt(request: EngineRequest) -> prompt_pb2.Prompt:

@@ -7,7 +7,6 @@
 * The API servers: modules of the engine name classes and types of vLLM's own HTTP servers, which brings in ``openai``,
   ``fastapi`` and 700 more modules. Nothing of them runs here, so these names are empty classes and types while vLLM is
   imported. Not where a reasoning parser is configured, which would use them.
-* Copies of the tokenizer, for threads that prepare prompts: this engine is given tokens.
 * Source lines: ``torch.library`` reads source files to note who registers a kernel; it only needs file and line.
 * transformers reads all its model files to know what they define: ``transformers_scan`` keeps the outcome.
 
@@ -80,8 +79,8 @@ def compiler_left_out(import_vllm: Callable[[], object]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def api_servers_left_out() -> Iterator[None]:
-    """Import the engine inside; afterwards, whoever imports these modules gets the real ones."""
+def api_servers_left_out(import_engine: Callable[[], object]) -> Iterator[None]:
+    """Run ``import_engine`` without them; after the block, whoever imports these modules gets the real ones."""
     stand_ins: dict[str, types.ModuleType] = {
         **{name: _StandIn(name, _empty_class) for name in _SERVER_MODULES},
         **{name: _StandIn(name, _empty_typed_dict) for name in _OPENAI_MODULES},
@@ -89,10 +88,7 @@ def api_servers_left_out() -> Iterator[None]:
     stand_ins = {name: module for name, module in stand_ins.items() if name not in sys.modules}
     sys.modules.update(stand_ins)
     try:
-        import vllm.engine.arg_utils
-        import vllm.renderers.hf
-
-        vllm.renderers.hf.maybe_make_thread_pool = lambda tokenizer, copies=1: tokenizer
+        import_engine()
         yield
     finally:
         for name, module in stand_ins.items():
