@@ -17,9 +17,9 @@ from google.protobuf.message import Message
 
 from control_plane import codec, states, validate
 from control_plane.answers import Answer, check_request_id
-from control_plane.etcd import EtcdClient, Op, WriteOutcomeUnknown, create_revision_is, op_delete, op_put
+from control_plane.etcd import Compare, EtcdClient, Op, WriteOutcomeUnknown, create_revision_is, op_delete, op_put
 from control_plane.keys import ReplicaKey
-from control_plane.records import Mutation, Records, Written
+from control_plane.records import Mutation, Records
 from control_plane.table import Table
 from omni.v1 import admin_service_pb2 as pb
 from omni.v1 import types_pb2
@@ -82,12 +82,13 @@ class Admin:
         async with self._answer("DrainReplica", request, pb.DrainReplicaResponse) as answer:
             return await self._drain(request.replica, order, answer)
 
-    async def drain_for_restart(self, ref: types_pb2.ReplicaRef, order: types_pb2.DrainOrder) -> Written:
-        """Drain the very claim ``ref``, as a step of a restart, unless it drains already."""
+    async def drain_for_restart(self, ref: types_pb2.ReplicaRef, order: types_pb2.DrainOrder, only_if: Compare) -> None:
+        """Drain the very claim ``ref``, as a step of a restart, unless it drains already. Raises ``ConflictError`` if
+        it is another one's now, or ``only_if`` does not hold."""
         request = pb.DrainReplicaRequest(replica=ref)
-        async with self._answer("", request, pb.DrainReplicaResponse) as answer:
-            response = await self._drain(ref, order, answer)
-        return Written(response.replica, response.revision)
+        kind = pb.DrainReplicaResponse
+        async with Answer(self._client, self._keys, "", "", request, kind, only_if=[only_if]) as answer:
+            await self._drain(ref, order, answer)
 
     async def evict(self, request: pb.EvictReplicaRequest) -> pb.EvictReplicaResponse:
         """Remove a claim now and keep its instance away."""
@@ -143,11 +144,17 @@ class Admin:
                 )
             )
 
+        lease_id = 0
         for _ in range(_ATTEMPTS):
             if (known := await answer.known()) is not None:
                 return known
             target = await self._target(ref)
-            also = [] if target.replica.state == states.DRAINING else [await self._mark_drained(target, order)]
+            also: list[Op] = []
+            if target.replica.state != states.DRAINING:
+                life_s = AWAY_S + int(to_seconds(order.limit))
+                lease_id = lease_id or (await self._client.grant_lease(life_s)).lease_id
+                note = codec.encode_note(replica=str(target.key), epoch=str(target.epoch), reason=order.reason)
+                also.append(op_put(self._keys.drain(target.replica.instance_uuid), note, lease_id))
             response = await self._update(target, mutate, also, answer)
             if response is not None:
                 limit_s = to_seconds(order.limit) if order.HasField("limit") else None
@@ -156,11 +163,6 @@ class Admin:
                 )
                 return response
         raise _contended(ref)
-
-    async def _mark_drained(self, target: _Target, order: types_pb2.DrainOrder) -> Op:
-        lease = await self._client.grant_lease(AWAY_S + int(to_seconds(order.limit)))
-        note = codec.encode_note(replica=str(target.key), epoch=str(target.epoch), reason=order.reason)
-        return op_put(self._keys.drain(target.replica.instance_uuid), note, lease.lease_id)
 
     async def _update(
         self,

@@ -11,6 +11,7 @@ of its key, so it need not be known when the answer is written. Requests without
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Final, Generic, Self, TypeVar
 
@@ -51,7 +52,9 @@ class Answer(Generic[A]):
         kind: type[A],
         *,
         kept_s: int = KEPT_S,
+        only_if: Sequence[Compare] = (),
     ) -> None:
+        """``only_if``: what else must hold for the effect."""
         self._client = client
         self._verb = verb
         self._request_id = request_id
@@ -59,6 +62,7 @@ class Answer(Generic[A]):
         self._digest = hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest()
         self.kind = kind
         self._kept_s = kept_s
+        self._only_if = list(only_if)
         self._lease_id = 0
         self._offered = False
 
@@ -90,8 +94,8 @@ class Answer(Generic[A]):
 
     @property
     def conditions(self) -> list[Compare]:
-        """For the transaction of the effect: nobody has answered meanwhile."""
-        return [create_revision_is(self._path, 0)] if self._path else []
+        """For the transaction of the effect: nobody has answered meanwhile, and what the verb itself asks for."""
+        return [create_revision_is(self._path, 0), *self._only_if] if self._path else self._only_if
 
     def ops(self, answer: A) -> list[Op]:
         """For the transaction of the effect: remember ``answer``."""

@@ -20,7 +20,15 @@ from typing import Final
 from control_plane import codec, compat, states, validate
 from control_plane.admin import MAX_DEADLINE_S, Admin, check_deadline
 from control_plane.answers import Answer, check_request_id
-from control_plane.etcd import EtcdClient, LeaseLost, WriteOutcomeUnknown, create_revision_is, op_get, op_put
+from control_plane.etcd import (
+    EtcdClient,
+    LeaseLost,
+    WriteOutcomeUnknown,
+    create_revision_is,
+    mod_revision_is,
+    op_get,
+    op_put,
+)
 from control_plane.keys import StageKey
 from control_plane.records import found
 from control_plane.table import Change, ReplicaRow, Table
@@ -39,6 +47,7 @@ _LEAVE_MARGIN_S: Final = 60.0
 # Without a deadline the worker's own limit holds, which is not known here; the default is 30 s.
 _LEAVE_TIMEOUT_S: Final = 3600.0
 _LOCK_TTL_S: Final = 15
+_LOCK_CHECK_S: Final = 2.0
 _RESUMABLE_S: Final = 86_400  # a restart of many replicas takes hours
 _MAX_UNAVAILABLE: Final = 10_000
 
@@ -50,6 +59,9 @@ class _Run:
     request: pb.RestartStageRequest
     stage: StageKey
     rows: list[ReplicaRow]
+    lease_id: int
+    """Of the lock."""
+    locked_at: int
     steps: collections.deque[pb.RestartStageResponse] = dataclasses.field(default_factory=collections.deque)
     """Not told yet."""
     news: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
@@ -89,7 +101,7 @@ class Restarts:
             rows = [row for row in self._table.stage_rows(stage) if row.epoch <= since]
             # The sick ones first: if they do not come back, no healthy one has been touched.
             rows.sort(key=lambda row: (states.is_routable(row.replica), row.key.replica_id))
-            run = _Run(request, stage, rows)
+            run = _Run(request, stage, rows, lease_id, locked_at)
             _log.info(
                 "stage restarts",
                 stage=stage,
@@ -99,7 +111,7 @@ class Restarts:
             )
             conductor = asyncio.create_task(self._conduct(run), name=f"restart {stage}")
             ends: set[asyncio.Task[None]] = {
-                asyncio.create_task(self._keep(stage, lease_id), name="restart-lock"),
+                asyncio.create_task(self._keep(run), name="restart-lock"),
                 asyncio.create_task(self._stopping(), name="restart-stop"),
             }
             try:
@@ -151,8 +163,11 @@ class Restarts:
         if request.HasField("drain_deadline"):
             order.limit.CopyFrom(request.drain_deadline)
         try:
-            await self._verbs.drain_for_restart(row.replica.ref, order)
+            # Fenced: once a repeat has taken over, nothing of ours has an effect any more.
+            fence = mod_revision_is(self._table.keys.restart(run.stage), run.locked_at)
+            await self._verbs.drain_for_restart(row.replica.ref, order, fence)
         except (NotFoundError, ConflictError):
+            await self._check_lock(run)
             # It left on its own since the plan was made: what it was has gone, and somebody starts it or does not.
             run.total -= 1
             self._tell(run, pb.RESTART_STEP_SKIPPED, row, "it left meanwhile")
@@ -275,7 +290,7 @@ class Restarts:
         lease = await self._client.grant_lease(_LOCK_TTL_S)
         try:
             note = codec.encode_note(request_id=request.request_id, reason=request.reason[:1000])
-            locked_at = await self._take_lock(stage, path, note, lease.lease_id)
+            locked_at = await self._take_lock(stage, path, note, lease.lease_id, request.request_id)
             # Whoever registered before is in the table then.
             await self._table.wait_revision(locked_at)
             yield lease.lease_id, locked_at
@@ -285,36 +300,50 @@ class Restarts:
             except OmniError as error:
                 _log.warning("lease left to run out", lease=f"{lease.lease_id:x}", error=error)
 
-    async def _take_lock(self, stage: StageKey, path: str, note: bytes, lease_id: int) -> int:
+    async def _take_lock(self, stage: StageKey, path: str, note: bytes, lease_id: int, request_id: str) -> int:
+        """Take the lock, also from an earlier call of the same request: its control plane may have died with it."""
+        condition = create_revision_is(path, 0)
         while True:
             try:
-                result = await self._client.txn(
-                    [create_revision_is(path, 0)], [op_put(path, note, lease_id)], [op_get(path)]
-                )
+                result = await self._client.txn([condition], [op_put(path, note, lease_id)], [op_get(path)])
             except WriteOutcomeUnknown:
                 continue
             holder = None if result.succeeded else found(result)
             if result.succeeded or (holder is not None and holder.lease_id == lease_id):
-                return result.revision
-            if holder is not None:
+                return result.revision if holder is None else holder.mod_revision
+            if holder is None:
+                condition = create_revision_is(path, 0)
+            elif request_id and codec.decode_note(holder.value).get("request_id") == request_id:
+                condition = mod_revision_is(path, holder.mod_revision)
+            else:
                 text = validate.shown(holder.value.decode(errors="replace"), 300)
                 raise ConflictError(
                     f"stage {stage} is being restarted: {text}", reason="RESTART_RUNS", metadata={"stage": stage}
                 )
 
-    async def _keep(self, stage: StageKey, lease_id: int) -> None:
+    async def _check_lock(self, run: _Run) -> None:
+        holder = await self._client.get(self._table.keys.restart(run.stage))
+        if holder is None or holder.lease_id != run.lease_id:
+            raise ConflictError(
+                f"a repeat of this request has taken over the restart of stage {run.stage}",
+                reason="RESTART_TAKEN_OVER",
+                metadata={"stage": run.stage},
+            )
+
+    async def _keep(self, run: _Run) -> None:
         while True:
-            await asyncio.sleep(_LOCK_TTL_S / 3)
+            await asyncio.sleep(_LOCK_CHECK_S)
             try:
-                await self._client.refresh_lease(lease_id)
+                await self._client.refresh_lease(run.lease_id)
+                await self._check_lock(run)
             except LeaseLost:
                 raise UnavailableError(
-                    f"etcd was away for too long: another restart of stage {stage} may have begun; "
+                    f"etcd was away for too long: another restart of stage {run.stage} may have begun; "
                     "repeat with the same request id to go on",
                     reason="RESTART_LOCK_LOST",
                 ) from None
             except UnavailableError as error:
-                _log.warning("lock of a restart not refreshed", stage=stage, error=error)
+                _log.warning("lock of a restart not refreshed", stage=run.stage, error=error)
 
     async def _stopping(self) -> None:
         await self._closed.wait()

@@ -219,6 +219,27 @@ async def test_a_stopping_control_plane_says_so_and_another_one_goes_on() -> Non
             assert again.told == ["PLANNED", *steps_of(1), "FINISHED"]
 
 
+async def test_a_repeat_takes_over_while_the_first_call_still_holds_the_stage() -> None:
+    async with cluster(ttl_s=30) as c:
+        client = await c.start()
+        _, other = await c.control_plane()
+        async with launched(2, client) as workers:
+            workers[0].comes_back.clear()
+            first = Restart(other, request_id="r")
+            await until(lambda: "LEFT 0" in first.told, "the first is away")
+            # The client has lost sight of its control plane, which has not noticed yet.
+            repeat = Restart(client, request_id="r")
+            await first.done()
+            assert first.error is not None
+            assert (first.error.code, first.error.reason) == (grpc.StatusCode.ABORTED, "RESTART_TAKEN_OVER")
+            assert [len(worker.ends) for worker in workers] in ([1, 0], [1, 1]), "each is restarted once"
+            workers[0].comes_back.set()
+            await repeat.done()
+            assert repeat.error is None
+            assert repeat.told == ["PLANNED", *steps_of(1), "FINISHED"]
+            assert [len(worker.ends) for worker in workers] == [1, 1]
+
+
 async def test_several_at_a_time() -> None:
     async with cluster(ttl_s=30) as c:
         client = await c.start()

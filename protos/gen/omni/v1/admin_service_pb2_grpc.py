@@ -146,7 +146,8 @@ class AdminServiceServicer:
         replica does not come back in time, a FAILED message says so and the stream ends with DEADLINE_EXCEEDED
         [RESTART_NOT_BACK]: the rest of the stage is not touched. NOT_FOUND for an unknown stage; ABORTED while another
         restart of the stage runs [RESTART_RUNS]; UNAVAILABLE if this control plane stops meanwhile. A repeat with the same
-        request_id goes on where the first call ended.
+        request_id goes on where the first call ended; one that still runs, unseen by its client, ends with ABORTED
+        [RESTART_TAKEN_OVER].
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -71,7 +71,8 @@ class AdminServiceStub:
     replica does not come back in time, a FAILED message says so and the stream ends with DEADLINE_EXCEEDED
     [RESTART_NOT_BACK]: the rest of the stage is not touched. NOT_FOUND for an unknown stage; ABORTED while another
     restart of the stage runs [RESTART_RUNS]; UNAVAILABLE if this control plane stops meanwhile. A repeat with the same
-    request_id goes on where the first call ended.
+    request_id goes on where the first call ended; one that still runs, unseen by its client, ends with ABORTED
+    [RESTART_TAKEN_OVER].
     """
     CollectiveRpc: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.CollectiveRpcRequest, _admin_service_pb2.CollectiveRpcResponse]
     """CollectiveRpc runs one engine method on every replica of the given logical stages, in parallel. The whole
@@ -126,7 +127,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     replica does not come back in time, a FAILED message says so and the stream ends with DEADLINE_EXCEEDED
     [RESTART_NOT_BACK]: the rest of the stage is not touched. NOT_FOUND for an unknown stage; ABORTED while another
     restart of the stage runs [RESTART_RUNS]; UNAVAILABLE if this control plane stops meanwhile. A repeat with the same
-    request_id goes on where the first call ended.
+    request_id goes on where the first call ended; one that still runs, unseen by its client, ends with ABORTED
+    [RESTART_TAKEN_OVER].
     """
     CollectiveRpc: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.CollectiveRpcRequest, _admin_service_pb2.CollectiveRpcResponse]  # type: ignore[assignment]
     """CollectiveRpc runs one engine method on every replica of the given logical stages, in parallel. The whole
@@ -214,7 +216,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         replica does not come back in time, a FAILED message says so and the stream ends with DEADLINE_EXCEEDED
         [RESTART_NOT_BACK]: the rest of the stage is not touched. NOT_FOUND for an unknown stage; ABORTED while another
         restart of the stage runs [RESTART_RUNS]; UNAVAILABLE if this control plane stops meanwhile. A repeat with the same
-        request_id goes on where the first call ended.
+        request_id goes on where the first call ended; one that still runs, unseen by its client, ends with ABORTED
+        [RESTART_TAKEN_OVER].
         """
 
     @_abc_1.abstractmethod
