@@ -168,13 +168,20 @@ class ReplicaSession:
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
 
-    async def retire(self) -> None:
-        """Take no new calls, let the open ones end, then close. Returns when closed."""
+    async def retire(self, silence_limit_s: float | None = None) -> None:
+        """Take no new calls, let the open ones end, then close. Returns when closed.
+
+        ``silence_limit_s``: close as soon as the replica has sent nothing for so long, which fails its calls.
+        """
         self._retiring = True
         idle = asyncio.create_task(self._idle.wait())
         try:
-            if self._task is not None and self._sinks:
-                await asyncio.wait((idle, self._task), return_when=asyncio.FIRST_COMPLETED)
+            while self._task is not None and self._sinks:
+                seen = self.frames_received
+                ends = (idle, self._task)
+                done, _ = await asyncio.wait(ends, timeout=silence_limit_s, return_when=asyncio.FIRST_COMPLETED)
+                if done or self.frames_received == seen:
+                    break
         finally:
             idle.cancel()
             await self.close()

@@ -24,6 +24,9 @@ from omnicore.log import get_logger
 
 _log = get_logger(__name__)
 
+LOST_SILENCE_S = 10.0
+"""A replica whose claim ended while it was suspect has its calls taken away once it has sent nothing for so long."""
+
 
 class Router:
     """Routes requests over everything that the table knows. Used from one event loop."""
@@ -128,7 +131,8 @@ class Router:
             pool = self._pool(old.key[:2])
             pool.invalidate(old.key)
             pool.remove(old.key)
-            self._retire(old.claim)
+            # Who leaves finishes its work. Who fell silent and lost its claim by that may hang for ever.
+            self._retire(old.claim, LOST_SILENCE_S if old.suspect else None)
             return
         slot = self._pool(new.key[:2]).put(new)
         record = new.record
@@ -145,10 +149,10 @@ class Router:
         if not slot.hears_session and record.HasField("load") and (old is None or old.record.load != record.load):
             slot.report(record.load)
 
-    def _retire(self, claim: Claim) -> None:
+    def _retire(self, claim: Claim, silence_limit_s: float | None = None) -> None:
         """Let what runs in a session end, then close it."""
         if (session := self.sessions.pop(claim, None)) is not None and not self._closed:
-            task = asyncio.create_task(session.retire())
+            task = asyncio.create_task(session.retire(silence_limit_s))
             self._retiring.add(task)
             task.add_done_callback(self._retiring.discard)
 

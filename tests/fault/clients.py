@@ -9,6 +9,7 @@ import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import aiohttp
 
@@ -83,15 +84,17 @@ class Load:
         return f"{len(self.outcomes)} requests, {len(self.failed)} failed"
 
 
-async def ask(session: aiohttp.ClientSession, gateway: Unit) -> Outcome:
+async def ask(session: aiohttp.ClientSession, gateway: Unit, *, max_tokens: int | None = None) -> Outcome:
     """Stream one answer."""
     outcome = Outcome(gateway.name, time.monotonic())
-    await _ask(session, gateway, outcome)
+    await _ask(session, gateway, outcome, max_tokens)
     return outcome
 
 
-async def _ask(session: aiohttp.ClientSession, gateway: Unit, outcome: Outcome) -> None:
-    body = {"model": PIPELINE, "messages": [{"role": "user", "content": "Go on."}], "stream": True}
+async def _ask(session: aiohttp.ClientSession, gateway: Unit, outcome: Outcome, max_tokens: int | None = None) -> None:
+    body: dict[str, Any] = {"model": PIPELINE, "messages": [{"role": "user", "content": "Go on."}], "stream": True}
+    if max_tokens is not None:
+        body["max_tokens"] = max_tokens
     finished = done = False
     try:
         async with session.post(f"http://{gateway.http}/v1/chat/completions", json=body) as response:

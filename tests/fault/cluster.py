@@ -326,6 +326,7 @@ async def cluster(
     ttl_s: int = TTL_S,
     etcd: Sequence[EtcdNode] = (),
     etcd_flags: Mapping[str, str] | None = None,
+    deploy_yaml: str = DEPLOY,
 ) -> AsyncIterator[Cluster]:
     """All of it, settled, for the length of the block; the logs are printed afterwards.
 
@@ -376,7 +377,7 @@ async def cluster(
         for unit in found.control_planes:
             found.spawn(unit)
         await found.control_planes[0].running.wait_ready(GUARD_S)
-        await apply(found.control_planes[0].address)
+        await apply(found.control_planes[0].address, deploy_yaml)
         for unit in (*found.gateways, *found.workers):
             found.spawn(unit)
         for unit in found.units:

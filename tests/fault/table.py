@@ -37,13 +37,14 @@ class Row(NamedTuple):
 
 def read(directory: Path) -> list[Row]:
     """All records of a run, in the order of the table."""
-    rows: list[Row] = []
-    for file in sorted(directory.glob("*.jsonl")):
+    rows: dict[tuple[str, str, str], Row] = {}  # of cases that ran again, the last
+    for file in sorted(directory.glob("*.jsonl"), key=lambda path: path.stat().st_mtime):
         for line in file.read_text().splitlines():
             noted: dict[str, Any] = json.loads(line)
             times = [f"{name} {value:.2f}" for name, value in noted["seconds"].items()]
-            rows.append(Row(noted["component"], noted["fault"], noted["load"], noted["outcome"], ", ".join(times)))
-    return sorted(rows, key=lambda row: (COMPONENTS.index(row.component), row.fault, row.load))
+            row = Row(noted["component"], noted["fault"], noted["load"], noted["outcome"], ", ".join(times))
+            rows[row.component, row.fault, row.load] = row
+    return sorted(rows.values(), key=lambda row: (COMPONENTS.index(row.component), row.fault, row.load))
 
 
 def render(rows: list[Row]) -> str:

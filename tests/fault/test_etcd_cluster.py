@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,7 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clus
         yield running
 
 
-def leader(nodes: list[EtcdNode]) -> EtcdNode:
+def leader(nodes: Sequence[EtcdNode]) -> EtcdNode:
     """Who leads."""
     for node in nodes:
         if node.running:

@@ -57,7 +57,7 @@ async def test_sigkill_idle(system: Cluster, watch: Rounds) -> None:
         await system.start(victim)
         await system.settled()
     assert max(times) < UNROUTED_S, times
-    record("worker", "SIGKILL", "idle", "nothing is lost", kills=KILLS, unrouted=max(times))
+    record("worker", "SIGKILL", "idle", f"nothing ({KILLS} kills)", unrouted=max(times))
 
 
 async def test_sigkill_under_load(system: Cluster, watch: Rounds) -> None:
@@ -128,5 +128,6 @@ async def test_silent(system: Cluster, watch: Rounds, fault: str, loaded: bool) 
     if not loaded:
         record("worker", fault, "idle", "nothing", **seconds)
     else:
-        outcome = f"answers that had begun there wait, then end with an error ({lost} of {len(requests.outcomes)})"
+        waits = "end with an error at once" if fault == "reset" else "wait, then end with an error"
+        outcome = f"answers that had begun there {waits} ({lost} of {len(requests.outcomes)})"
         record("worker", fault, "under load", f"{outcome}; all others complete", **seconds, error=held_s)
