@@ -199,12 +199,14 @@ async def test_bug_13_nothing_of_a_replica_outlives_it() -> None:
         pool = made.gateway.router.pools["text", 0]
         await wait_until(lambda: [slot.load for slot in pool.slots.values()] == [3], what="load")
         assert await made.models() == ["text"]
+        measured = 'omni_gateway_stage_inflight_calls{pipeline="text",replica="0",stage="0"}'
+        assert measured in (await made.get("/metrics"))[1]
         await first.registrar.deregister("gone")
         await first.close()
         await wait_until(lambda: not pool.slots, what="removal")
         assert await made.models() == []
         _, text = await made.get("/metrics")
-        assert 'omni_gateway_stage_inflight{pipeline="text",replica="0"' not in text
+        assert measured not in text
         statuses = {status for status, _ in await asyncio.gather(*asked)}
         assert statuses == {503}
         second = await made.worker()

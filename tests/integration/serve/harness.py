@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from omni.v1 import inference_service_pb2, inference_service_pb2_grpc, prompt_pb
 from omnicore import rpc
 from omnicore.security import Security
 from omniplane.serve.pipelines import connected
+from tests.support.ports import reserved_port
 from tests.support.processes import ServiceProcess, Services, wait_until
 
 # A head starts in 3 s on an idle machine; tests must also pass on a busy one.
@@ -114,10 +114,8 @@ def world(services: Services, tmp_path: Path) -> Iterator[World]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on now, nor takes before it is used."""
+    return reserved_port()
 
 
 def _stat(pid: int) -> list[str]:

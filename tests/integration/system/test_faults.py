@@ -92,7 +92,7 @@ def chat(system: System, model: str, modalities: list[str]) -> tuple[str, int, s
 def inflight(system: System, talker: int) -> bool:
     """Whether the gateway has something running at this replica of stage 1. Quicker than a command of its own."""
     with urllib.request.urlopen(f"{system.http}/metrics", timeout=40) as response:
-        name = f'omni_gateway_stage_inflight{{pipeline="slow",replica="{talker}",stage="1"}} '
+        name = f'omni_gateway_stage_inflight_calls{{pipeline="slow",replica="{talker}",stage="1"}} '
         counts = [line[len(name) :] for line in response.read().decode().splitlines() if line.startswith(name)]
     return any(float(count) for count in counts)
 
