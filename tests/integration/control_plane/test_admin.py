@@ -273,3 +273,23 @@ class TestPolicies:
             await client.apply()
             got = await client.pipelines.GetPipeline(pipeline_pb.GetPipelineRequest(name="demo"))
             assert [stage.balancing_policy for stage in got.pipeline.stages] == ["", ""]
+
+
+async def test_the_status_does_not_count_a_replica_whose_connectors_are_ill() -> None:
+    async with cluster() as c:
+        client = await c.start()
+        worker = Worker(await client.apply())
+        for name in ("shm", "grpc"):
+            worker.request.connectors.add(name=name, healthy=True)
+        await worker.register(client)
+
+        async def routable(*healthy: bool) -> int:
+            for offer, health in zip(worker.request.connectors, healthy, strict=True):
+                offer.healthy = health
+            await client.registry.Register(worker.request)
+            status = await client.admin.GetClusterStatus(pb.GetClusterStatusRequest())
+            return next(stage.routable for stage in status.stages if stage.name == "talker")
+
+        # Its edge is "auto": one that works is enough.
+        assert [await routable(True, True), await routable(False, True), await routable(False, False)] == [1, 1, 0]
+        assert await routable(True, False) == 1
