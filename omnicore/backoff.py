@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Final
+
+# One for all: each of its own would ask the kernel for a seed, and back-offs are made for every call to etcd.
+_RANDOM: Final = random.Random()
 
 
 @dataclasses.dataclass(slots=True)
@@ -13,7 +17,7 @@ class Backoff:
 
     initial_s: float = 0.05
     max_s: float = 2.0
-    rng: random.Random = dataclasses.field(default_factory=random.Random)
+    rng: random.Random = dataclasses.field(default_factory=lambda: _RANDOM)
     _next_s: float = 0.0
 
     def next_delay_s(self) -> float:
