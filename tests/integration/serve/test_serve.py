@@ -234,7 +234,13 @@ async def test_a_file_that_names_no_pipeline_gets_the_models_name(world: World) 
     plain = world.spawn("ByteDance-Seed/BAGEL-7B-MoT", "--deploy-config", file, "--port", "0")
     ready = await plain.wait_ready(START_S)
     assert ready["pipeline"] == "BAGEL-7B-MoT"
-    assert [model["id"] for model in get(f"{ready['http']}/v1/models")[1]["data"]] == ["BAGEL-7B-MoT"]
+
+    def listed() -> list[str]:
+        return [model["id"] for model in get(f"{ready['http']}/v1/models")[1]["data"]]
+
+    # The gateway hears of the last replica a moment after the launcher does.
+    await wait_until(lambda: bool(listed()), what="the model")
+    assert listed() == ["BAGEL-7B-MoT"]
 
 
 async def test_stopping_before_it_serves_is_graceful_as_well(world: World) -> None:
