@@ -163,7 +163,7 @@ class Cluster:
         try:
             async with rpc.channel(unit.address) as channel:
                 stub = registry_service_pb2_grpc.RegistryServiceStub(channel)
-                answer = await stub.ListReplicas(registry_service_pb2.ListReplicasRequest(), timeout=2.0)
+                answer = await stub.ListReplicas(registry_service_pb2.ListReplicasRequest(), timeout=10.0)
         except grpc.aio.AioRpcError:
             return {}
         return {replica.ref.replica_id: replica for replica in answer.replicas}

@@ -17,10 +17,11 @@ from tests.fault.record import record
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MOVED_S = 1.0
-"""A control plane died, until workers and gateways are with the other one: the bar."""
-HANG_MOVED_S = 7.0
+"""A control plane died, until workers and gateways are with the other one: the bar, for a machine that is not busy."""
+SLOW = 4
+"""What is asserted is so many times as long; ``docs/faults.md`` has what it took."""
+HANG_MOVED_S = 5.0
 """It says nothing any more: workers wait up to 3 s for a beat's answer, gateways 5 s for a sign of life."""
-SLACK_S = 10.0
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -83,7 +84,7 @@ async def test_one_of_two(system: Cluster, fault: str, limit_s: float, loaded: b
     assert {
         number: epoch for plane in system.control_planes for number, epoch in (await system.epochs(plane)).items()
     } == before
-    assert moved_s < limit_s, moved_s
+    assert moved_s < limit_s * SLOW, moved_s
     outcome = f"nothing ({requests.count()})" if loaded else "nothing"
     record("control plane", fault, "under load" if loaded else "idle", outcome, moved=moved_s)
 

@@ -17,18 +17,16 @@ from tests.fault.record import record
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-TTL_S = 2
+TTL_S = 3
 OUTAGE_S = TTL_S + 5.0
 """Longer than any lease lives."""
-HEARTBEAT_S = 0.25
-SLACK_S = 10.0
 
 everyone = pytest.mark.parametrize("loaded", [False, True], ids=["idle", "load"])
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """With the shortest leases that there are, so that outages can be short, too."""
+    """With short leases, so that outages can be short, too."""
     async with cluster(tmp_path_factory.mktemp("cluster"), ttl_s=TTL_S) as running:
         yield running
 
