@@ -11,10 +11,10 @@ from typing import Any
 
 from omni.v1 import pipeline_pb2, pipeline_service_pb2, registry_service_pb2, types_pb2
 from omnicore.clock import SYSTEM_CLOCK, Clock
+from omnicore.tasks import together
 from omnictl import connect
 from omnictl.settings import Settings
 from omnictl.streams import Note, responses
-from omnictl.tasks import together
 
 Key = tuple[str, int, int]
 

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 from omni.v1 import pipeline_pb2, types_pb2
 from omnicore.errors import NotFoundError
+from omnicore.tasks import together
 from omnictl import connect, output, refs, rows, watch
 from omnictl.changes import ChangePrinter, View
 from omnictl.commands.base import Commands, add_output_flag, settings_of
 from omnictl.parser import Parser, usage_error
 from omnictl.settings import Settings
-from omnictl.tasks import together
 
 _KINDS = {
     "pipelines": ("pipelines", "pipeline", "pl"),

@@ -9,11 +9,11 @@ from typing import Any
 
 from omni.v1 import admin_service_pb2, inference_service_pb2
 from omnicore.errors import OmniError, UnavailableError
+from omnicore.tasks import together
 from omnictl import connect, failures, output
 from omnictl.commands.base import Commands, add_output_flag, settings_of
 from omnictl.output import Column
 from omnictl.settings import Settings
-from omnictl.tasks import together
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

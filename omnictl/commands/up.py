@@ -20,16 +20,16 @@ from omnicore import config as settings_checks
 from omnicore.clock import SYSTEM_CLOCK
 from omnicore.errors import InternalError, InvalidRequestError, OmniError
 from omnicore.process import write_ready_file
+from omnicore.supervise.signals import StopSignals, process_age_s
+from omnicore.supervise.supervisor import Member, StartFailedError, Supervisor
+from omnicore.tasks import together
 from omnictl import ask, connect, context, failures, settings
 from omnictl.commands.apply import request_of
 from omnictl.commands.base import Commands, add_deploy_flags, file_label
 from omnictl.commands.chat import add_question_flags, question_of
 from omnictl.local.cluster import Addresses, ClusterConfig, LocalCluster, apply, connected
 from omnictl.local.progress import View, default_view
-from omnictl.local.signals import StopSignals, process_age_s
-from omnictl.local.supervisor import Member, StartFailedError, Supervisor
 from omnictl.parser import usage_error
-from omnictl.tasks import together
 
 
 def add(commands: Commands) -> None:
@@ -110,7 +110,7 @@ async def run(args: argparse.Namespace) -> int:
             view.say(f"{time.strftime('%H:%M:%S')} {text}" if cluster.serving else text)
         view.changed(member)
 
-    supervisor = Supervisor(plan.run_dir, on_change, members=members)
+    supervisor = Supervisor(plan.run_dir, on_change, members=members, guarded=True)
     cluster = LocalCluster(plan.config, supervisor)
 
     def stop_at_once() -> None:
@@ -131,6 +131,7 @@ async def run(args: argparse.Namespace) -> int:
             code = error.exit_code if isinstance(error, StartFailedError) else error.row.exit_code
         finally:
             await cluster.stop()
+            await supervisor.close()
             view.phase(False)
             went_well = code in (0, InvalidRequestError.row.exit_code) or code > 128
             _clean_up(plan, view, keep_logs=process_failed or not went_well)

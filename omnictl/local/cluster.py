@@ -16,12 +16,12 @@ from omnicore import rpc
 from omnicore.config import split_host_port
 from omnicore.errors import FailedPreconditionError, OmniError, UnavailableError
 from omnicore.security import Security, SecurityConfig
+from omnicore.supervise.ports import check_free, check_reachable
+from omnicore.supervise.supervisor import Spec, Supervisor
+from omnicore.tasks import together
 from omnictl import connect
 from omnictl.local.plan import WorkerPlan, plan_workers
-from omnictl.local.ports import check_free, check_reachable
-from omnictl.local.supervisor import Spec, Supervisor
 from omnictl.local.turns import Turns
-from omnictl.tasks import together
 
 ETCD, CONTROL_PLANE, GATEWAY = "etcd", "control-plane", "gateway"
 
