@@ -38,7 +38,7 @@ import uvloop
 
 from bench import harness
 from bench.harness import Helper, Service
-from omni.v1 import pipeline_service_pb2, pipeline_service_pb2_grpc
+from omni.v1 import pipeline_service_pb2, pipeline_service_pb2_grpc, registry_service_pb2
 from omnicore import protocol, rpc
 
 GATEWAYS = 4
@@ -157,6 +157,8 @@ class Registry:
         seconds = time.monotonic() - started_s
         if after["faults"]:
             raise RuntimeError(f"{after['faults']} replicas were lost: {after['fault']}")
+        if after["directives"] != [registry_service_pb2.HEARTBEAT_DIRECTIVE_CONTINUE]:
+            raise RuntimeError(f"replicas were told other things than to go on: {after['directives']}")
         figures = {
             f"{name}_cores": (sum(map(harness.cpu_seconds, each)) - cpu_before[name]) / seconds
             for name, each in pids.items()
@@ -229,6 +231,7 @@ async def measure(sizes: Sequence[int], effort: Effort) -> dict[int, dict[str, f
         async with registry.running(Path(folder)):
             before = 0
             for size in sizes:
+                print(f"growing to {size}", file=sys.stderr)
                 figures[size] = await registry.measure(size, before)
                 before = size
     return figures

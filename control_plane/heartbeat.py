@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import random
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Final, NoReturn
@@ -58,6 +59,8 @@ class _Claim:
     epoch: int
     lease_id: int
     state: states.State
+    lease_ttl_s: float
+    """As far as is known: that of a small fleet, until etcd has told."""
     connectors: list[types_pb2.ConnectorOffer] | None = None
     refresh_due_s: float = float("-inf")
     lost: bool = False
@@ -105,8 +108,8 @@ class Heartbeats:
 
     @property
     def interval_s(self) -> float:
-        """How often a replica should beat at present."""
-        return liveness.interval_s(len(self._liveness), self._base_interval_s, self._lease_ttl_s)
+        """How often a replica should beat at present, if its lease is long enough."""
+        return self._interval_s(math.inf)
 
     def pulses(self) -> list[KnownPulse]:
         """What is heard of every replica that beats here, ordered by replica."""
@@ -149,35 +152,43 @@ class Heartbeats:
             if key is not None and last is not None and not self._closing:
                 self._ended(key, last.replica.epoch, number)
 
-    def registered(self, key: ReplicaKey, epoch: int, lease_ttl_s: float) -> None:
-        """A claim whose lease has just been granted or refreshed, so that its first beat need not do it again."""
+    def registered(self, key: ReplicaKey, epoch: int, lease_ttl_s: float) -> float:
+        """A claim whose lease has just been granted or refreshed, so that its first beat need not do it again. Returns
+        how often it should beat."""
         row = self._table.replica(key)
-        if row is None or row.epoch != epoch:
-            return  # etcd's event is late: the first beat refreshes the lease
-        claim = self._claims.get(key)
-        if claim is None or claim.epoch != epoch:
-            claim = self._claims[key] = _Claim(key, epoch, row.lease_id, row.replica.state)
-        claim.refresh_due_s = self._clock.monotonic() + _refresh_after_s(lease_ttl_s)
+        if row is not None and row.epoch == epoch:  # or etcd's event is late: then the first beat refreshes the lease
+            claim = self._claims.get(key)
+            if claim is None or claim.epoch != epoch:
+                claim = self._claims[key] = _Claim(key, epoch, row.lease_id, row.replica.state, lease_ttl_s)
+            claim.lease_ttl_s = lease_ttl_s
+            claim.refresh_due_s = self._clock.monotonic() + _refresh_after_s(lease_ttl_s)
+        return self._interval_s(lease_ttl_s)
+
+    def _interval_s(self, lease_ttl_s: float) -> float:
+        return liveness.interval_s(len(self._liveness), self._base_interval_s, lease_ttl_s)
 
     # ---- one beat
 
     async def _beat(self, beat: pb.HeartbeatRequest, key: ReplicaKey, stream: int) -> pb.HeartbeatResponse:
         epoch = beat.replica.epoch
         order: types_pb2.DrainOrder | None = None
+        lease_ttl_s: float = self._lease_ttl_s
         directive, detail = await self._verdict(beat, key, epoch)
         if directive == CONTINUE and (row := self._table.replica(key)) is not None and row.epoch == epoch:
             known = self._claims.get(key)
             before = known.state if known is not None and known.epoch == epoch else row.replica.state
             directive, detail = self._take(beat, row, stream)
-            if (claim := self._claims[key]).state != before:
+            claim = self._claims[key]
+            lease_ttl_s = claim.lease_ttl_s
+            if claim.state != before:
                 await self._settle(claim)
             if row.replica.HasField("drain"):
                 order = row.replica.drain
         if directive == CONTINUE and not detail and order is None:
-            return self._plain_answer(self.interval_s, self._table.revision)
+            return self._plain_answer(self._interval_s(lease_ttl_s), self._table.revision)
         return pb.HeartbeatResponse(
             directive=directive,
-            next_interval=to_duration(self.interval_s),
+            next_interval=to_duration(self._interval_s(lease_ttl_s)),
             revision=self._table.revision,
             detail=detail,
             drain=order,
@@ -240,7 +251,12 @@ class Heartbeats:
         self, beat: pb.HeartbeatRequest, row: ReplicaRow, stream: int
     ) -> tuple[pb.HeartbeatDirective.ValueType, str]:
         """Take in what a valid claim says of itself."""
-        now_s, interval_s = self._clock.monotonic(), self.interval_s
+        now_s = self._clock.monotonic()
+        claim = self._claims.get(row.key)
+        if claim is None or claim.epoch != row.epoch:
+            claim = _Claim(row.key, row.epoch, row.lease_id, row.replica.state, self._lease_ttl_s)
+            self._claims[row.key] = claim
+        interval_s = self._interval_s(claim.lease_ttl_s)
         known = self._liveness.get(row.key)
         was_suspect = known is not None and known.epoch == row.epoch and known.suspect
         pulse = self._liveness.beat(row.key, row.epoch, stream, interval_s, now_s)
@@ -249,12 +265,9 @@ class Heartbeats:
         if was_suspect and not pulse.suspect:
             _log.info("replica is back", replica=row.key, epoch=row.epoch)
 
-        claim = self._claims.get(row.key)
-        if claim is None or claim.epoch != row.epoch:
-            claim = self._claims[row.key] = _Claim(row.key, row.epoch, row.lease_id, row.replica.state)
         refused = self._take_report(beat, row, claim)
         if now_s + interval_s / 2 >= claim.refresh_due_s:  # this beat is nearer to it than the next one
-            claim.refresh_due_s = now_s + self._lease_ttl_s / 3
+            claim.refresh_due_s = now_s + claim.lease_ttl_s / 3
             self._refreshes.add(row.key)
         if _differs(row.replica, claim, pulse.suspect):
             claim.settled.clear()
@@ -350,6 +363,7 @@ class Heartbeats:
             claim.refresh_due_s = self._clock.monotonic() + min(_RETRY_S, self._lease_ttl_s / 6)
             _log.debug("lease not refreshed", replica=key, error=error)
         else:
+            claim.lease_ttl_s = ttl_s
             claim.refresh_due_s = asked_s + _refresh_after_s(ttl_s)
         return None
 

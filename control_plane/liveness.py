@@ -34,8 +34,8 @@ FLAP_WINDOW_S: Final = 60.0
 STALL_S: Final = 0.5
 
 BASE_INTERVAL_S: Final = 0.25  # 3 missed beats = 0.75 s, so a hang is unrouted well within 3 s
-# A beat costs a control plane 0.3 ms of one core, most of it gRPC (docs/performance.md): a third of a core is for beats
-# as long as leases allow, the rest for registrations and watchers.
+# A beat costs a control plane 0.3 to 0.4 ms of one core, most of it gRPC (docs/performance.md): beats may take less
+# than half a core, so that registrations and watchers have the rest.
 MAX_BEATS_PER_S: Final = 1_000.0
 # Beats of a large fleet are seconds apart. A replica that is late by this much is as suspicious as one that missed two
 # short intervals; to wait for two long ones as well would only make a hang cost more.
@@ -47,7 +47,7 @@ MAX_REFRESHES_PER_S: Final = 100.0
 
 def interval_s(replicas: int, base_s: float, lease_ttl_s: float) -> float:
     """How often each of ``replicas`` should beat: ``base_s`` while the fleet is small, then longer, so that the beats
-    of all stay within ``MAX_BEATS_PER_S``. Never longer than half of the shortest lease: only beats refresh it."""
+    of all stay within ``MAX_BEATS_PER_S``. Never longer than half of the replica's lease: only beats refresh it."""
     return min(max(base_s, replicas / MAX_BEATS_PER_S), max(base_s, lease_ttl_s / 2))
 
 

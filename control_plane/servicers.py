@@ -50,12 +50,12 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
     ) -> registry_service_pb2.RegisterResponse:
         """Claim a replica id."""
         claim = await self._membership.register(request, context.peer())
-        self._heartbeats.registered(claim.key, claim.epoch, claim.lease_ttl_s)
+        interval_s = self._heartbeats.registered(claim.key, claim.epoch, claim.lease_ttl_s)
         return registry_service_pb2.RegisterResponse(
             replica=codec.replica_ref(claim.key, claim.epoch),
             lease_id=claim.lease_id,
             lease_ttl=to_duration(claim.lease_ttl_s),
-            heartbeat_interval=to_duration(self._heartbeats.interval_s),
+            heartbeat_interval=to_duration(interval_s),
             revision=claim.revision,
         )
 
