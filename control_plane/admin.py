@@ -16,7 +16,7 @@ from google.protobuf import duration_pb2
 from google.protobuf.message import Message
 
 from control_plane import codec, states, validate
-from control_plane.answers import Answer, check_request_id
+from control_plane.answers import Answer, check_request_id, log_fields
 from control_plane.etcd import Compare, EtcdClient, Op, WriteOutcomeUnknown, create_revision_is, op_delete, op_put
 from control_plane.keys import ReplicaKey
 from control_plane.records import Mutation, Records
@@ -122,7 +122,7 @@ class Admin:
                     "replica cordoned" if cordoned else "replica uncordoned",
                     replica=target.key,
                     reason=validate.shown(reason, 200),
-                    request_id=validate.shown(request.request_id),
+                    **log_fields(request.request_id),
                 )
                 return response
         raise _contended(request.replica)
@@ -229,7 +229,7 @@ class Admin:
             replica=target.key,
             epoch=target.epoch,
             reason=validate.shown(request.reason, 200),
-            request_id=validate.shown(request.request_id),
+            **log_fields(request.request_id),
         )
         try:
             await self._client.revoke_lease(target.lease_id)

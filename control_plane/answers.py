@@ -129,3 +129,8 @@ def check_request_id(faults: validate.Faults, request_id: str) -> None:
     """A request id: any text, but not too long."""
     if len(request_id) > MAX_REQUEST_ID_LENGTH:
         faults.add("request_id", f"at most {MAX_REQUEST_ID_LENGTH} characters, got {len(request_id)}")
+
+
+def log_fields(request_id: str) -> dict[str, str]:
+    """For a log line about an operator's request: its id, if it has one, and no more of it than is allowed."""
+    return {"request_id": request_id[:MAX_REQUEST_ID_LENGTH]} if request_id else {}

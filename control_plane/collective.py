@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 
 from control_plane import compat, states, validate
+from control_plane.answers import log_fields
 from control_plane.keys import ReplicaKey
 from control_plane.table import ReplicaRow, Table
 from omni.v1 import admin_service_pb2 as pb
@@ -74,7 +75,7 @@ async def collective_rpc(
         stages=sorted(stage_ids),
         method=method,
         replicas=len(rows),
-        request_id=validate.shown(request.request_id),
+        **log_fields(request.request_id),
     )
     results = await asyncio.gather(*(limited(row, why) for row, why in zip(rows, unable, strict=True)))
     return pb.CollectiveRpcResponse(results=results, revision=revision)

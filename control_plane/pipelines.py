@@ -7,7 +7,7 @@ import dataclasses
 from typing import Final
 
 from control_plane import codec, compat, paging, validate
-from control_plane.answers import Answer, check_request_id
+from control_plane.answers import Answer, check_request_id, log_fields
 from control_plane.deploy import plan_pipeline
 from control_plane.etcd import (
     EtcdClient,
@@ -83,7 +83,7 @@ class Pipelines:
                     pipeline=plan.name,
                     generation=plan.generation,
                     stages=len(plan.stages),
-                    request_id=validate.shown(request.request_id),
+                    **log_fields(request.request_id),
                 )
                 await self._table.wait_revision(written.revision)
                 return Applied(plan, changed=True, warnings=warnings, revision=written.revision)
@@ -121,7 +121,7 @@ class Pipelines:
         kind = pb.DeletePipelineResponse
         async with Answer(self._client, self._keys, "DeletePipeline", request.request_id, request, kind) as answer:
             revision = await self._delete(name, answer)
-        _log.info("pipeline deleted", pipeline=name, request_id=validate.shown(request.request_id))
+        _log.info("pipeline deleted", pipeline=name, **log_fields(request.request_id))
         await self._table.wait_revision(revision)
         return revision
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from control_plane import codec, compat, validate
-from control_plane.answers import Answer, check_request_id
+from control_plane.answers import Answer, check_request_id, log_fields
 from control_plane.etcd import EtcdClient, KeyValue, WriteOutcomeUnknown, mod_revision_is, op_delete, op_get, op_put
 from control_plane.records import found
 from control_plane.table import Table
@@ -61,7 +61,7 @@ async def set_policy(
                     stage=stage,
                     policy=request.policy or "none: each gateway's own",
                     previous=response.previous_policy,
-                    request_id=validate.shown(request.request_id),
+                    **log_fields(request.request_id),
                 )
                 await table.wait_revision(result.revision)
                 response.revision = result.revision

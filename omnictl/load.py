@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from omni.v1 import inspect_service_pb2, types_pb2
+from omni.v1 import inspect_service_pb2, pipeline_pb2, types_pb2
 from omnicore.durations import to_seconds
 from omnictl import output, rows
 from omnictl.output import Column
@@ -30,7 +30,8 @@ class LoadRow:
     """One replica at the moment of a sample."""
 
     replica: types_pb2.Replica
-    stage_name: str
+    plan: pipeline_pb2.Pipeline
+    """Of its pipeline; empty if that is gone."""
     load: types_pb2.LoadReport | None
     """None before the first report, and where it beats at a control plane that was not asked."""
     beat_age_s: float | None
@@ -43,13 +44,23 @@ class LoadRow:
         """ "PIPELINE/STAGE_ID/REPLICA_ID"."""
         return rows.replica_name(self.replica.ref)
 
+    @property
+    def stage_name(self) -> str:
+        """As the plan has it; empty if it has no such stage."""
+        return next((s.name for s in self.plan.stages if s.stage_id == self.replica.ref.stage.stage_id), "")
+
+    @property
+    def routable(self) -> bool:
+        """Gateways send requests there."""
+        return rows.is_routable(self.replica, self.plan)
+
     def to_json(self) -> dict[str, Any]:
         """Stable JSON; what is not known is null."""
         return {
             "ref": output.to_dict(self.replica.ref),
             "stage_name": self.stage_name,
             "state": rows.state_text(self.replica),
-            "routable": rows.is_routable(self.replica),
+            "routable": self.routable,
             "load": output.to_dict(self.load) if self.load is not None else None,
             "beat_age_s": round(self.beat_age_s, 3) if self.beat_age_s is not None else None,
             "outputs_per_s": round(self.outputs_per_s, 2) if self.outputs_per_s is not None else None,
@@ -69,8 +80,9 @@ def pulses_by_key(
     return found
 
 
-def load_rows(sample: Sample, before: Sample | None, stage_names: Mapping[tuple[str, int], str]) -> list[LoadRow]:
+def load_rows(sample: Sample, before: Sample | None, plans: Iterable[pipeline_pb2.Pipeline]) -> list[LoadRow]:
     """A row for each replica of ``sample``, in its order; ``before``: an earlier one, for the speeds."""
+    plan_of = {plan.name: plan for plan in plans}
     counted = {key_of(r.ref): _load(r, before.pulses) for r in before.replicas} if before is not None else {}
     epochs = {key_of(r.ref): r.ref.epoch for r in before.replicas} if before is not None else {}
     found = []
@@ -88,7 +100,7 @@ def load_rows(sample: Sample, before: Sample | None, stage_names: Mapping[tuple[
         found.append(
             LoadRow(
                 replica=replica,
-                stage_name=stage_names.get((replica.ref.stage.pipeline, replica.ref.stage.stage_id), ""),
+                plan=plan_of.get(replica.ref.stage.pipeline, pipeline_pb2.Pipeline()),
                 load=load,
                 beat_age_s=to_seconds(pulse.beat_age) if pulse is not None else None,
                 outputs_per_s=speed,
@@ -137,7 +149,7 @@ def beat_text(age_s: float) -> str:
 
 def summary(found: Sequence[LoadRow]) -> str:
     """ "4 replicas, 3 routable · 7 running, 2 waiting · 130.5 outputs/s"."""
-    routable = sum(rows.is_routable(row.replica) for row in found)
+    routable = sum(row.routable for row in found)
     loads = [row.load for row in found if row.load is not None]
     parts = [
         f"{output.plural(len(found), 'replica')}, {routable} routable",

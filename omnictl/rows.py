@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from omni.v1 import pipeline_pb2, types_pb2
+from omnicore.routing import lacking_connectors, needed_connectors
 from omnictl.output import Column, age, to_dict
 
 _STATE_PREFIX = "REPLICA_STATE_"
@@ -28,7 +29,7 @@ class StageRow:
     @property
     def routable(self) -> int:
         """How many replicas take requests."""
-        return sum(is_routable(replica) for replica in self.replicas)
+        return sum(is_routable(replica, self.pipeline) for replica in self.replicas)
 
     def to_json(self) -> dict[str, Any]:
         """Stable JSON: the plan of the stage and the counts of its replicas."""
@@ -115,9 +116,13 @@ class EdgeRow:
         return dict(sorted(found.items()))
 
 
-def is_routable(replica: types_pb2.Replica) -> bool:
-    """True if gateways send requests there: READY, not cordoned, not suspect."""
-    return replica.state == types_pb2.REPLICA_STATE_READY and not replica.cordoned and not replica.suspect
+def is_routable(replica: types_pb2.Replica, plan: pipeline_pb2.Pipeline) -> bool:
+    """True if gateways send requests there: READY, not cordoned, not suspect, with the connectors that its stage of
+    ``plan`` needs. An empty plan needs none."""
+    if replica.state != types_pb2.REPLICA_STATE_READY or replica.cordoned or replica.suspect:
+        return False
+    needed = needed_connectors(plan.edges, plan.connectors, replica.ref.stage.stage_id)
+    return not lacking_connectors(needed, replica.connectors)
 
 
 def stage_rows(pipelines: Iterable[pipeline_pb2.Pipeline], replicas: Iterable[types_pb2.Replica]) -> list[StageRow]:

@@ -155,7 +155,7 @@ def describe_replica(replica: types_pb2.Replica, plan: pipeline_pb2.Pipeline, no
                 ("Name", rows.replica_name(replica.ref)),
                 ("Stage", names.get((replica.ref.stage.pipeline, replica.ref.stage.stage_id), "")),
                 ("State", rows.state_text(replica)),
-                ("Routable", "yes" if rows.is_routable(replica) else "no"),
+                ("Routable", "yes" if rows.is_routable(replica, plan) else "no"),
                 ("Endpoint", replica.endpoint),
                 ("Epoch", str(replica.ref.epoch)),
                 ("Instance", replica.instance_uuid),

@@ -92,7 +92,7 @@ class _Cluster:
 
     def rows(self, sample: load.Sample, before: load.Sample | None) -> list[load.LoadRow]:
         """The rows of ``sample``."""
-        return load.load_rows(sample, before, refs.names(self._plans))
+        return load.load_rows(sample, before, self._plans)
 
     async def _table(self) -> tuple[list[pipeline_pb2.Pipeline], connect.ReplicaTable]:
         name, stage = self._selector.pipeline, self._selector.stage

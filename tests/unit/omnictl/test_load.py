@@ -5,13 +5,13 @@ import pytest
 from omni.v1 import inspect_service_pb2 as pb
 from omni.v1 import types_pb2
 from omnicore.durations import to_duration
-from omnictl import load, output, refs
+from omnictl import load, output
 from omnictl.commands.top import frame
 from omnictl.watch import key_of
 from tests.unit.omnictl import snapshot
 from tests.unit.omnictl.records import replica, speech_pipeline, speech_replicas
 
-NAMES = refs.names([speech_pipeline()])
+PLANS = [speech_pipeline()]
 
 
 def _pulse(record: types_pb2.Replica, age_s: float, outputs: int, epoch: int = 0) -> pb.ReplicaPulse:
@@ -30,7 +30,7 @@ def _rows() -> list[load.LoadRow]:
     replicas = speech_replicas()
     before = _sample(10.0, replicas, _pulse(replicas[0], 0.1, 100))
     now = _sample(12.0, replicas, _pulse(replicas[0], 0.2, 350), _pulse(replicas[1], 75.0, 0))
-    return load.load_rows(now, before, NAMES)
+    return load.load_rows(now, before, PLANS)
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -48,7 +48,7 @@ def test_a_screen_is_as_wide_and_high_as_the_terminal(width: int) -> None:
 
 def test_what_does_not_fit_is_counted() -> None:
     replicas = [replica(0, number) for number in range(100)]
-    lines = frame(load.load_rows(_sample(1.0, replicas), None, NAMES), 80, 10, "12:00:00", "", False)
+    lines = frame(load.load_rows(_sample(1.0, replicas), None, PLANS), 80, 10, "12:00:00", "", False)
     assert len(lines) == 10
     assert lines[-1].startswith("… 94 more")
     assert sum("speech/0/" in line for line in lines) == 6
@@ -59,7 +59,7 @@ def test_speed_needs_the_same_claim_and_time() -> None:
     now = _sample(12.0, [record], _pulse(record, 0.1, 50))
 
     def speed(before: load.Sample | None) -> float | None:
-        return load.load_rows(now, before, NAMES)[0].outputs_per_s
+        return load.load_rows(now, before, PLANS)[0].outputs_per_s
 
     assert speed(_sample(10.0, [record], _pulse(record, 0.1, 10))) == 20.0
     assert speed(None) is None
@@ -73,7 +73,7 @@ def test_speed_needs_the_same_claim_and_time() -> None:
 def test_a_pulse_of_another_claim_says_nothing() -> None:
     record = replica(0, 0, epoch=5)
     record.ClearField("load")
-    (row,) = load.load_rows(_sample(1.0, [record], _pulse(record, 0.1, 1, epoch=4)), None, NAMES)
+    (row,) = load.load_rows(_sample(1.0, [record], _pulse(record, 0.1, 1, epoch=4)), None, PLANS)
     assert (row.load, row.beat_age_s) == (None, None)
 
 
@@ -98,6 +98,6 @@ def test_json_says_null_for_what_is_not_known() -> None:
     assert (value["beat_age_s"], value["outputs_per_s"], value["load"]["outputs_total"]) == (0.2, 125.0, "350")
     bare = replica(0, 0)
     bare.ClearField("load")
-    (row,) = load.load_rows(_sample(1.0, [bare]), None, NAMES)
+    (row,) = load.load_rows(_sample(1.0, [bare]), None, PLANS)
     assert row.to_json()["load"] is None
     assert row.to_json()["beat_age_s"] is None

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from omni.v1 import types_pb2
+from omni.v1 import pipeline_pb2, types_pb2
 from omnictl import output, refs, rows
 from omnictl.commands.describe import describe_pipeline, describe_replica
 from tests.unit.omnictl import snapshot
@@ -96,4 +96,12 @@ def test_state(
 ) -> None:
     record = replica(0, 0, state=state, suspect=suspect, cordoned=cordoned)
     assert rows.state_text(record) == text
-    assert rows.is_routable(record) is routable
+    assert rows.is_routable(record, speech_pipeline()) is routable
+
+
+def test_a_replica_without_a_connector_that_its_stage_needs_is_not_routable() -> None:
+    plan, record = speech_pipeline(), replica(2, 0)
+    assert rows.is_routable(record, plan)
+    record.connectors[0].healthy = False  # shm, which its edge names
+    assert not rows.is_routable(record, plan)
+    assert rows.is_routable(record, pipeline_pb2.Pipeline())
