@@ -163,6 +163,7 @@ async def test_a_crashed_engine_is_replaced_and_keeps_its_id(world: World) -> No
 
 
 async def test_parts_start_and_stop_any_number_of_times(tmp_path: Path) -> None:
+    others = set(family(os.getpid()))  # of tests before this one in this process
     config, _ = parse(("--deploy-config", "unused.yaml"))
     supervisor = Supervisor(tmp_path, lambda *_: None)
     plane, replicas = ControlPlaneRuntime(config, supervisor), ReplicaProcManager(config, supervisor)
@@ -172,7 +173,7 @@ async def test_parts_start_and_stop_any_number_of_times(tmp_path: Path) -> None:
     await plane.start()
     assert plane.address == address
     await replicas.start("p", address, local_replicas([], None), reserved_ids=False)
-    pids = family(os.getpid())
+    pids = set(family(os.getpid())) - others
     for part in (replicas, plane, plane, replicas):
         await part.stop()
     assert plane.address == ""
@@ -189,12 +190,13 @@ async def test_the_guardian_kills_what_its_launcher_leaves(tmp_path: Path) -> No
         f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid) + '\\n')\n"
         "time.sleep(600)\n"
     )
+    others = set(family(os.getpid()))  # of tests before this one in this process
     guardian = Guardian()
     watched = [
         Process.start((sys.executable, str(program)), Files(tmp_path / f"{n}.log", tmp_path / f"{n}")) for n in "ab"
     ]
-    await wait_until(lambda: len(family(os.getpid())) >= 5, 30, "all processes")
-    pids = [pid for pid in family(os.getpid()) if pid[0] != guardian.pid]
+    await wait_until(lambda: len(set(family(os.getpid())) - others) >= 5, 30, "all processes")
+    pids = [pid for pid in set(family(os.getpid())) - others if pid[0] != guardian.pid]
     guardian.watch(watched[0].pid, 600)
     guardian.forget(watched[0].pid)
     guardian.watch(watched[0].pid, 0.0)
