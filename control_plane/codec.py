@@ -53,7 +53,10 @@ def decode_replica(value: bytes, key: ReplicaKey, epoch: int) -> types_pb2.Repli
     that was edited or copied by hand does not pass for another replica."""
     replica = types_pb2.Replica()
     known = _recent.get(value)
-    replica.CopyFrom(_decode(value, types_pb2.Replica) if known is None else known)
+    try:
+        replica.CopyFrom(_decode(value, types_pb2.Replica) if known is None else known)
+    except RecordError as error:
+        raise RecordError(f"the record of replica {key} is unreadable: {error.message}") from error
     replica.ref.CopyFrom(replica_ref(key, epoch))
     replica.ClearField("load")
     return replica

@@ -224,15 +224,18 @@ class Heartbeats:
             async with asyncio.timeout(_LOOKUP_S):
                 kv = await self._records.read(key)
                 if kv is not None and kv.create_revision == epoch:
+                    codec.decode_replica(kv.value, key, epoch)
                     await self._table.wait_revision(kv.mod_revision, _LOOKUP_S)
                     return CONTINUE, ""
+        except codec.RecordError as error:
+            return REREGISTER, error.message  # the table would never have it
         except (TimeoutError, UnavailableError):
             return CONTINUE, "etcd does not answer: nothing is known about this claim"
         if kv is not None and kv.create_revision > epoch:
             try:
                 return _superseded(codec.decode_replica(kv.value, key, kv.create_revision), beat)
             except codec.RecordError as error:
-                return REREGISTER, f"the record of replica {key} is unreadable: {error}"
+                return REREGISTER, error.message
         return REREGISTER, f"replica {key} has no claim with epoch {epoch}: its lease ended, or it was removed"
 
     def _verdict_on_holder(
@@ -269,14 +272,14 @@ class Heartbeats:
         if now_s + interval_s / 2 >= claim.refresh_due_s:  # this beat is nearer to it than the next one
             claim.refresh_due_s = now_s + claim.lease_ttl_s / 3
             self._refreshes.add(row.key)
-        if _differs(row.replica, claim, pulse.suspect):
+        if row.spoiled or _differs(row.replica, claim, pulse.suspect):
             claim.settled.clear()
             self._writes.add(row.key)
 
         if beat.state != states.DRAINING:
             if row.replica.state == states.DRAINING:
                 return DRAIN, "; ".join(["an operator asked to drain this replica", *refused])
-            if self._table.pipeline(row.key.pipeline) is None and not self._table.stale:
+            if self._table.is_deleted(row.key.pipeline) and not self._table.stale:
                 return DRAIN, "; ".join([f"pipeline {row.key.pipeline} was deleted", *refused])
         return CONTINUE, "; ".join(refused)
 

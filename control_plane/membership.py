@@ -186,20 +186,23 @@ class Membership:
 
     async def _existing(self, request: pb.RegisterRequest, index: KeyValue) -> Claim | None:
         """The claim that the instance holds already; ``None`` to look again."""
+        kv = record = None
         try:
             key = codec.decode_claim(index.value)
             kv = await self._records.read(key)
             record = None if kv is None else codec.decode_replica(kv.value, key, kv.create_revision)
-        except (codec.RecordError, ValueError):
-            kv = record = None
+        except (codec.RecordError, ValueError) as error:
+            _log.warning("unreadable claim", instance=request.instance_uuid, error=error)
         if kv is None or record is None or kv.lease_id != index.lease_id:
-            # Half a claim, or an unreadable one, which only a hand with etcdctl can leave behind. Without the index
-            # entry the instance claims anew; nobody refreshes the other half any more.
+            # Half a claim, or an unreadable one, which only a hand with etcdctl can leave behind. The instance claims
+            # anew. Its record goes as well: a hand may have taken it off its lease, so that it would stay for ever.
             _log.warning("broken claim dropped", instance=request.instance_uuid, lease=f"{index.lease_id:x}")
-            await self._client.txn(
-                [mod_revision_is(self._keys.instance(request.instance_uuid), index.mod_revision)],
-                [op_delete(self._keys.instance(request.instance_uuid))],
-            )
+            index_path = self._keys.instance(request.instance_uuid)
+            conditions, deletes = [mod_revision_is(index_path, index.mod_revision)], [op_delete(index_path)]
+            if kv is not None and (record is None or record.instance_uuid == request.instance_uuid):
+                conditions.append(mod_revision_is(kv.key, kv.mod_revision))
+                deletes.append(op_delete(kv.key))
+            await self._client.txn(conditions, deletes)
             return None
         _check_same(request, key, record)
         compat.check_kv_layout(request.fingerprint, key.stage, self._table.peers(key.stage, but=key))

@@ -83,7 +83,7 @@ class Records:
             wanted.CopyFrom(row.replica)
             mutate(wanted)
             ops = list(also(wanted))
-            if wanted != row.replica:
+            if wanted != row.replica or row.spoiled:
                 ops.append(op_put(path, codec.encode_replica(wanted), row.lease_id))
             if not ops:
                 return Written(row.replica, max(row.mod_revision, self._table.revision))

@@ -22,6 +22,7 @@ from control_plane.admin import MAX_DEADLINE_S, Admin, check_deadline
 from control_plane.answers import Answer, check_request_id
 from control_plane.etcd import (
     EtcdClient,
+    KeyValue,
     LeaseLost,
     WriteOutcomeUnknown,
     create_revision_is,
@@ -313,7 +314,7 @@ class Restarts:
                 return result.revision if holder is None else holder.mod_revision
             if holder is None:
                 condition = create_revision_is(path, 0)
-            elif request_id and codec.decode_note(holder.value).get("request_id") == request_id:
+            elif _is_of(holder, request_id):
                 condition = mod_revision_is(path, holder.mod_revision)
             else:
                 text = validate.shown(holder.value.decode(errors="replace"), 300)
@@ -372,6 +373,16 @@ async def _until_done(
             await asyncio.wait({news, conductor, *ends}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             news.cancel()
+
+
+def _is_of(holder: KeyValue, request_id: str) -> bool:
+    """Whether a lock is to be taken over by this request: it is its own, or what a hand has left in its place."""
+    try:
+        of = codec.decode_note(holder.value).get("request_id")
+    except codec.RecordError as error:
+        _log.warning("unreadable lock of a restart is replaced", key=holder.key, error=error)
+        return True
+    return bool(request_id) and of == request_id
 
 
 def _left_alone(row: ReplicaRow) -> str:

@@ -47,6 +47,8 @@ class ReplicaRow:
     replica: types_pb2.Replica
     mod_revision: int
     lease_id: int
+    spoiled: bool = False
+    """Whether etcd holds something unreadable by now, in place of ``replica``: to be written again."""
     epoch: int = dataclasses.field(init=False)
     """create_revision of the claim. A field, since every beat looks at it."""
     encoded: bytes = dataclasses.field(init=False, repr=False, compare=False)
@@ -117,6 +119,7 @@ class Table:
         self._replicas: dict[ReplicaKey, ReplicaRow] = {}
         self._stages: dict[StageKey, set[ReplicaKey]] = {}
         self._pipelines: dict[str, pipeline_pb2.Pipeline] = {}
+        self._unreadable_plans: set[str] = set()
         self._policies: dict[StageKey, str] = {}
         self._shown: dict[str, pipeline_pb2.Pipeline] = {}
         """Plans with the policies in them; made when asked for."""
@@ -195,6 +198,10 @@ class Table:
         if shown is None and (plan := self._pipelines.get(name)) is not None:
             shown = self._shown[name] = self._with_policies(plan)
         return shown
+
+    def is_deleted(self, name: str) -> bool:
+        """Whether etcd has no plan of that name: one that cannot be read is none that an operator deleted."""
+        return name not in self._pipelines and name not in self._unreadable_plans
 
     def pipelines(self) -> list[pipeline_pb2.Pipeline]:
         """All plans by name, as ``pipeline`` has them."""
@@ -282,6 +289,7 @@ class Table:
         self._drained.clear()
         touched.pipelines.update(stage.pipeline for stage in self._policies if stage.pipeline in self._pipelines)
         self._policies.clear()
+        self._unreadable_plans.clear()
         self._shown.clear()
         for kv in listing.kvs:
             present.add(self.keys.parse(kv.key))
@@ -313,7 +321,9 @@ class Table:
                 case ReplicaKey():
                     self._put_replica(key, kv, touched)
                 case PipelineKey(name):
+                    self._unreadable_plans.add(name)
                     pipeline = codec.decode_pipeline(kv.value)
+                    self._unreadable_plans.discard(name)
                     pipeline.name = name
                     for stage in pipeline.stages:
                         stage.balancing_policy = ""  # no part of a stored plan
@@ -342,7 +352,13 @@ class Table:
         old = self._replicas.get(key)
         if old is not None and old.mod_revision == kv.mod_revision:
             return
-        row = ReplicaRow(key, codec.decode_replica(kv.value, key, kv.create_revision), kv.mod_revision, kv.lease_id)
+        try:
+            replica = codec.decode_replica(kv.value, key, kv.create_revision)
+        except codec.RecordError:
+            if old is not None and old.epoch == kv.create_revision:
+                self._replicas[key] = dataclasses.replace(old, mod_revision=kv.mod_revision, spoiled=True)
+            raise
+        row = ReplicaRow(key, replica, kv.mod_revision, kv.lease_id)
         if old is None:
             self._sorted = None
             self._stages.setdefault(key.stage, set()).add(key)
@@ -356,6 +372,8 @@ class Table:
         touched.replicas[key] = row
 
     def _delete(self, key: object, touched: _Touched) -> None:
+        if isinstance(key, PipelineKey):
+            self._unreadable_plans.discard(key.name)
         match key:
             case ReplicaKey() if (row := self._replicas.pop(key, None)) is not None:
                 self._loads.pop(key, None)

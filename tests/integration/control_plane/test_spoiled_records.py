@@ -1,0 +1,109 @@
+"""What a hand with etcdctl may do to records: nothing that it spoils stays spoiled, and nobody is drained for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from omni.v1 import admin_service_pb2, types_pb2
+from omni.v1 import registry_service_pb2 as pb
+from tests.integration.control_plane.harness import Cluster, Worker, beating, cluster
+
+CLUSTER = "/omni/v1/default"
+RECORD = f"{CLUSTER}/replicas/demo/1/0"
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(30):
+        while not await condition():
+            await asyncio.sleep(0.02)
+
+
+async def put(c: Cluster, key: str, value: str) -> None:
+    """Without a lease, as ``etcdctl put`` does."""
+    await asyncio.to_thread(c.etcd.ctl, "put", key, value)
+
+
+async def leased(c: Cluster, lease_id: int) -> bool:
+    kv = await c.etcd_client.get(RECORD)
+    return kv is not None and kv.lease_id == lease_id and b"instance_uuid" in kv.value
+
+
+async def test_an_overwritten_record_is_written_again_under_its_lease() -> None:
+    async with cluster() as c:
+        client = await c.start()
+        worker = Worker(await client.apply())
+        claim = await worker.register(client)
+        async with beating(worker, client):
+            await eventually(lambda: leased(c, claim.lease_id))
+            await put(c, RECORD, "garbage")
+            await eventually(lambda: leased(c, claim.lease_id))
+            assert (await client.replicas())[0].ref.epoch == claim.replica.epoch
+            ref = types_pb2.ReplicaRef(stage=claim.replica.stage, replica_id=0)
+            await client.admin.CordonReplica(admin_service_pb2.CordonReplicaRequest(replica=ref))
+            assert (await client.replicas())[0].cordoned
+
+
+async def test_a_claim_that_no_table_can_have_is_made_anew_with_its_id() -> None:
+    async with cluster() as c:
+        client = await c.start()
+        worker = Worker(await client.apply())
+        old = await worker.register(client)
+        await put(c, RECORD, "garbage")
+        _, other = await c.control_plane()  # as one that restarts: it has never read that record
+        assert await other.replicas() == {}
+        async with beating(worker, other):
+
+            async def again() -> bool:
+                found = (await other.replicas()).get(0)
+                return found is not None and found.ref.epoch > old.replica.epoch
+
+            await eventually(again)
+
+
+async def test_a_record_taken_off_its_lease_leaves_no_ghost() -> None:
+    async with cluster() as c:
+        client = await c.start()
+        worker = Worker(await client.apply())
+        old = await worker.register(client)
+        kv = await c.etcd_client.get(RECORD)
+        assert kv is not None
+        async with beating(worker, client):
+            await put(c, RECORD, kv.value.decode())
+
+            async def again() -> bool:
+                found = await client.replicas()
+                return set(found) == {0} and found[0].ref.epoch > old.replica.epoch
+
+            await eventually(again)
+            listed = await c.etcd_client.get_prefix(f"{CLUSTER}/replicas/")
+            assert [one.lease_id for one in listed.kvs] == [worker.claim.lease_id]
+
+
+async def test_an_unreadable_plan_is_no_deleted_one() -> None:
+    async with cluster() as c:
+        client = await c.start()
+        worker = Worker(await client.apply())
+        await worker.register(client)
+        await put(c, f"{CLUSTER}/pipelines/demo", "garbage")
+        _, other = await c.control_plane()
+        async with beating(worker, other):
+
+            async def answered() -> bool:
+                return len(worker.answers) >= 3
+
+            await eventually(answered)
+            assert {answer.directive for answer in worker.answers} == {pb.HEARTBEAT_DIRECTIVE_CONTINUE}
+        await client.apply()
+        assert set(await other.replicas()) == {0}
+
+
+async def test_an_unreadable_lock_of_a_restart_does_not_lock() -> None:
+    async with cluster() as c:
+        client = await c.start()
+        await client.apply()
+        await put(c, f"{CLUSTER}/admin/restarts/demo/1", "garbage")
+        stage = types_pb2.StageRef(pipeline="demo", stage_id=1)
+        call = client.admin.RestartStage(admin_service_pb2.RestartStageRequest(stage=stage), timeout=30)
+        steps = [step.step async for step in call]
+        assert steps[-1] == admin_service_pb2.RESTART_STEP_FINISHED
