@@ -14,6 +14,7 @@ from omnictl import context as contexts
 from omnictl.parser import usage_error
 
 DEFAULT_TIMEOUT_S = 10.0
+_LONGEST_S = 8760 * 3600.0  # a year: far from what protobuf's Duration and gRPC's deadlines cannot hold
 _TRUE = ("1", "true", "yes", "on")
 
 
@@ -149,6 +150,8 @@ def seconds(text: str, source: str) -> float:
         config.positive(value)
     except ValueError:
         raise usage_error(f"{source}: must be a duration above 0 such as 30, 500ms, 10s or 2m, got {text!r}") from None
+    if value > _LONGEST_S:
+        raise usage_error(f"{source}: must be at most {_LONGEST_S / 3600:g}h, got {text!r}")
     return value
 
 

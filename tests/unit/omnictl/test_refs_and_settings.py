@@ -202,3 +202,9 @@ def test_where_the_context_lies() -> None:
     assert context.context_path({"OMNICTL_CONTEXT": "/x/c.json"}) == Path("/x/c.json")
     assert context.context_path({"XDG_CONFIG_HOME": "/x"}) == Path("/x/omnictl/context.json")
     assert context.context_path({"HOME": "/home/a"}) == Path("/home/a/.config/omnictl/context.json")
+
+
+def test_durations_that_no_message_can_hold_are_refused() -> None:
+    assert settings.seconds("8760h", "--deadline") == 8760 * 3600
+    with pytest.raises(InvalidRequestError, match="--deadline: must be at most 8760h"):
+        settings.seconds("99999999999999999999h", "--deadline")
