@@ -19,7 +19,7 @@ from typing import Final
 
 from control_plane import codec, compat, states, validate
 from control_plane.admin import MAX_DEADLINE_S, Admin, check_deadline
-from control_plane.answers import Answer, check_request_id
+from control_plane.answers import Answer, check_request_id, log_fields
 from control_plane.etcd import (
     EtcdClient,
     KeyValue,
@@ -107,8 +107,8 @@ class Restarts:
                 "stage restarts",
                 stage=stage,
                 replicas=len(rows),
-                reason=validate.shown(request.reason, 200),
-                request_id=validate.shown(request.request_id),
+                reason=request.reason[:200],
+                **log_fields(request.request_id),
             )
             conductor = asyncio.create_task(self._conduct(run), name=f"restart {stage}")
             ends: set[asyncio.Task[None]] = {

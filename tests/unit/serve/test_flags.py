@@ -8,6 +8,7 @@ import pytest
 
 from control_plane.deploy.schema import ALL_STAGE_KEYS
 from omnicore.errors import InvalidRequestError
+from omniplane.serve import specs
 from omniplane.serve.app import main, parse
 from omniplane.serve.config import ENGINE_FLAGS, Mode, ServeConfig
 
@@ -165,3 +166,9 @@ def test_help_has_the_older_flags(capsys: pytest.CaptureFixture[str]) -> None:
         *("--tensor-parallel-size", "--log-stats"),
     ):
         assert flag in text
+
+
+@pytest.mark.parametrize(("host", "listens"), [("127.0.0.2", "127.0.0.2:8123"), ("::1", "[::1]:8123")])
+def test_host_and_port_are_where_the_gateway_listens(host: str, listens: str) -> None:
+    arguments = specs.gateway(_config(*PLAIN, "--host", host, "--port", "8123"), "127.0.0.1:9000").arguments
+    assert arguments[arguments.index("--http") + 1] == listens
