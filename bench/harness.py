@@ -99,10 +99,14 @@ class Service:
         deadline = loop.time() + timeout_s
         while not self._ready_file.exists():
             if self.process.poll() is not None or loop.time() > deadline:
-                raise RuntimeError(f"{self.name} did not start:\n{self._log_path.read_text()[-3000:]}")
+                raise RuntimeError(f"{self.name} did not start:\n{self.log_tail()}")
             await asyncio.sleep(0.02)
         content: dict[str, object] = json.loads(self._ready_file.read_text())
         return content
+
+    def log_tail(self) -> str:
+        """The end of what it said."""
+        return self._log_path.read_text()[-3000:]
 
     def stop(self) -> None:
         """End it, politely and then not."""

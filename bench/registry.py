@@ -31,7 +31,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import uvloop
@@ -72,6 +72,8 @@ class Registry:
         self.effort = effort
         self.sizes = sizes
         self.control_plane_pid = self.etcd_pid = 0
+        self.log: Callable[[], str] = str
+        """The end of the control plane's log."""
         self.watchers: list[Helper] = []
         self._fleet: Helper | None = None
 
@@ -94,6 +96,7 @@ class Registry:
             stack.callback(control_plane.stop)
             address = str((await control_plane.ready())["address"])
             self.control_plane_pid = control_plane.process.pid
+            self.log = control_plane.log_tail
             self.etcd_pid = _only_child(etcd.process.pid)
             fleet = await self._fleet_settings(address)
             argv = [sys.executable, "-m", "bench.registry_fleet", json.dumps(fleet)]
@@ -139,7 +142,10 @@ class Registry:
                     await watcher.ask("events")
                 return
             if time.monotonic() > deadline:
-                raise RuntimeError(f"gateways see {counts} routable replicas instead of {count}")
+                raise RuntimeError(
+                    f"gateways see {counts} routable replicas instead of {count}; the fleet: "
+                    f"{await self.fleet.ask('beats')}; the control plane:\n{self.log()}"
+                )
             await asyncio.sleep(0.2)
 
     async def _steady(self) -> dict[str, float]:
@@ -308,7 +314,7 @@ def _plot(ours: dict[int, dict[str, float]], peer: dict[str, float], path: Path)
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
     sizes = list(ours)
     for key, label in (("control_plane_cores", "control plane"), ("etcd_cores", "etcd")):
         left.plot(sizes, [ours[size][key] for size in sizes], marker="o", label=label)
@@ -316,6 +322,7 @@ def _plot(ours: dict[int, dict[str, float]], peer: dict[str, float], path: Path)
     left.set_ylabel("cores")
     left.set_ylim(bottom=0)
     left.set_title("CPU while the fleet beats")
+    left.legend(fontsize="small")
     lines = (
         ("visible_ms_p99", "register → routable, p99", "tab:blue"),
         ("kill_ms_p99", "SIGKILL → not routed, p99", "tab:orange"),
@@ -328,10 +335,10 @@ def _plot(ours: dict[int, dict[str, float]], peer: dict[str, float], path: Path)
     right.set_ylabel("ms, until the last of four gateways")
     right.set_yscale("log")
     right.set_title("Until gateways know")
+    right.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     for axes in (left, right):
         axes.set_xscale("log")
         axes.set_xlabel("replicas")
-        axes.legend(fontsize="small")
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
 

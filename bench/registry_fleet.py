@@ -26,6 +26,7 @@ import uvloop
 
 from bench.harness import serve_lines
 from bench.registry_wire import WireReplica, registration
+from omni.v1 import registry_service_pb2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,6 +102,10 @@ class Fleet:
                     "beats": sum(replica.beats for replica in self._replicas),
                     "faults": len(faults),
                     "fault": faults[0] if faults else "",
+                    "reregister": sum(
+                        registry_service_pb2.HEARTBEAT_DIRECTIVE_REREGISTER in replica.directives
+                        for replica in self._replicas
+                    ),
                     "directives": sorted({d for replica in self._replicas for d in replica.directives}),
                 }
         raise ValueError(f"unknown command {command!r}")

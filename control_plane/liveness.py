@@ -37,8 +37,8 @@ BASE_INTERVAL_S: Final = 0.25  # 3 missed beats = 0.75 s, so a hang is unrouted 
 # A beat costs a control plane 0.3 to 0.4 ms of one core, most of it gRPC (docs/performance.md): beats may take less
 # than half a core, so that registrations and watchers have the rest.
 MAX_BEATS_PER_S: Final = 1_000.0
-# Beats of a large fleet are seconds apart. A replica that is late by this much is as suspicious as one that missed two
-# short intervals; to wait for two long ones as well would only make a hang cost more.
+# Beats of a large fleet are seconds apart. A replica that is late by this much, or by half an interval, is as
+# suspicious as one that missed two short ones; to wait for two long ones would only make a hang cost more.
 MAX_LATE_S: Final = 1.5
 # A refresh costs a control plane about as much as a beat. Leases keep the life that they were granted, so those of a
 # fleet that has grown tenfold are refreshed three times as often as this.
@@ -47,13 +47,13 @@ MAX_REFRESHES_PER_S: Final = 100.0
 
 def interval_s(replicas: int, base_s: float, lease_ttl_s: float) -> float:
     """How often each of ``replicas`` should beat: ``base_s`` while the fleet is small, then longer, so that the beats
-    of all stay within ``MAX_BEATS_PER_S``. Never longer than half of the replica's lease: only beats refresh it."""
-    return min(max(base_s, replicas / MAX_BEATS_PER_S), max(base_s, lease_ttl_s / 2))
+    of all stay within ``MAX_BEATS_PER_S``. Never longer than a third of the replica's lease: only beats refresh it."""
+    return min(max(base_s, replicas / MAX_BEATS_PER_S), max(base_s, lease_ttl_s / 3))
 
 
 def ladder_s(interval_s: float) -> float:
-    """The silence that makes suspect: three intervals, or one interval and ``MAX_LATE_S`` where that is less."""
-    return min(MISSED_BEATS * interval_s, interval_s + MAX_LATE_S)
+    """The silence that makes suspect: three intervals, or less where those are long (see ``MAX_LATE_S``)."""
+    return interval_s + min((MISSED_BEATS - 1) * interval_s, max(MAX_LATE_S, interval_s / 2))
 
 
 def lease_ttl_s(replicas: int, base_s: int) -> int:

@@ -27,6 +27,10 @@ _LEASES = Method("/etcdserverpb.Lease/LeaseLeases", wire.LeaseLeasesRequest, wir
 _STATUS = Method("/etcdserverpb.Maintenance/Status", wire.StatusRequest, wire.StatusResponse)
 _MEMBERS = Method("/etcdserverpb.Cluster/MemberList", wire.MemberListRequest, wire.MemberListResponse)
 
+# gRPC takes one message at a time per stream, and tells the event loop before it takes the next: with one stream a busy
+# control plane renews as many leases a second as its loop goes round. A stream is opened with its first lease.
+_RENEWAL_STREAMS = 8
+
 
 class EtcdClient:
     """A connection to an etcd cluster, for one event loop. Use as ``async with``, or ``close`` it.
@@ -50,7 +54,7 @@ class EtcdClient:
         if timeout_s <= 0:
             raise errors.InvalidRequestError.field("timeout_s", f"must be above 0, got {timeout_s:g}")
         self._transport = Transport(endpoints, credentials, timeout_s, clock)
-        self._keep_alive = KeepAlive(self._transport)
+        self._keep_alives = [KeepAlive(self._transport) for _ in range(_RENEWAL_STREAMS)]
 
     async def __aenter__(self) -> Self:
         return self
@@ -62,7 +66,8 @@ class EtcdClient:
 
     async def close(self) -> None:
         """Stop renewing leases (they run out by themselves) and close all connections. May be called twice."""
-        await self._keep_alive.close()
+        for keep_alive in self._keep_alives:
+            await keep_alive.close()
         await self._transport.close()
 
     @property
@@ -82,6 +87,9 @@ class EtcdClient:
     @history_base.setter
     def history_base(self, base: int) -> None:
         self._transport.history_base = base
+
+    def _renewals(self, lease_id: int) -> KeepAlive:
+        return self._keep_alives[lease_id % _RENEWAL_STREAMS]
 
     # Keys
 
@@ -170,7 +178,7 @@ class EtcdClient:
 
     async def revoke_lease(self, lease_id: int) -> None:
         """End a lease and delete its keys; no longer renew it. A lease that is gone already is fine."""
-        self._keep_alive.stop(lease_id)
+        self._renewals(lease_id).stop(lease_id)
         try:
             await self._transport.call(
                 _REVOKE, wire.LeaseRevokeRequest(id=lease_id), repeatable=True, lease_id=lease_id
@@ -195,7 +203,7 @@ class EtcdClient:
 
         Raises ``LeaseLost`` if it is gone, ``EtcdUnavailable`` if nobody answered in time.
         """
-        return await self._keep_alive.refresh(lease_id, self._transport.timeout_s)
+        return await self._renewals(lease_id).refresh(lease_id, self._transport.timeout_s)
 
     def keep_alive(self, lease_id: int, ttl_s: float, on_lost: Callable[[int], None]) -> None:
         """Renew a lease that was just granted for ``ttl_s`` seconds, at every third of its life.
@@ -203,11 +211,11 @@ class EtcdClient:
         ``on_lost(lease_id)`` is called once, from the event loop, when etcd says that it is gone or when its life is
         over by the local clock with no renewal answered. Then grant another.
         """
-        self._keep_alive.keep(lease_id, ttl_s, on_lost)
+        self._renewals(lease_id).keep(lease_id, ttl_s, on_lost)
 
     def stop_keep_alive(self, lease_id: int) -> None:
         """Let a lease run out."""
-        self._keep_alive.stop(lease_id)
+        self._renewals(lease_id).stop(lease_id)
 
     # Changes
 

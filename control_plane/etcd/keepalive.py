@@ -1,4 +1,4 @@
-"""All leases of a client, renewed over one shared stream.
+"""Leases, renewed over one shared stream.
 
 Guarantees: while leases are to be renewed there is exactly one stream; every lease that is kept alive is either
 renewed in time or its ``on_lost`` is called exactly once; a member that does not answer is left for the next one.
