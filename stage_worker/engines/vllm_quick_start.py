@@ -7,7 +7,7 @@
 * The API servers: modules of the engine name classes and types of vLLM's own HTTP servers, which brings in ``openai``,
   ``fastapi`` and 700 more modules. Nothing of them runs here, so these names are empty classes and types while vLLM is
   imported. Not where a reasoning parser is configured, which would use them.
-* Source lines: ``torch.library`` reads source files to note who registers a kernel; it only needs file and line.
+* Source lines: PyTorch reads source files to note who registers an operator; it only needs file and line.
 * transformers reads all its model files to know what they define: ``transformers_scan`` keeps the outcome.
 
 Must be entered before vLLM is imported, in a process that compiles nothing. ``quick_start: false`` leaves all as it is.
