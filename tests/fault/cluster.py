@@ -176,6 +176,10 @@ class Cluster:
             if replica.state == types_pb2.REPLICA_STATE_READY and not replica.suspect
         }
 
+    async def claims(self, unit: Unit) -> dict[int, int]:
+        """Replica id → epoch of all replicas, as one control plane lists them: a suspicion may come and go."""
+        return {number: replica.ref.epoch for number, replica in (await self.replicas(unit)).items()}
+
     async def routable(self, gateway: Unit) -> dict[int, int]:
         """Replica id → epoch of what one gateway routes to now: as many decisions as it takes to see all."""
         seen: dict[int, int] = {}

@@ -81,9 +81,9 @@ async def test_one_of_two(system: Cluster, fault: str, limit_s: float, loaded: b
         # It is back with old news: nobody loses a claim to them.
         await system.settled()
     assert not requests.failed, requests.failed
-    assert {
-        number: epoch for plane in system.control_planes for number, epoch in (await system.epochs(plane)).items()
-    } == before
+    # A suspicion that was on its way when it healed may still land, and is taken back; a claim would not come back.
+    for plane in system.control_planes:
+        await system.settled_at(plane, before)
     assert moved_s < limit_s * SLOW, moved_s
     outcome = f"nothing ({requests.count()})" if loaded else "nothing"
     record("control plane", fault, "under load" if loaded else "idle", outcome, moved=moved_s)

@@ -128,7 +128,7 @@ async def test_silent(system: Cluster, watch: Rounds, fault: str, loaded: bool) 
     lost = check_lost(requests, since_s)
     assert unrouted_s < HANG_UNROUTED_S
     assert held_s < KEEPALIVE_S + SLACK_S
-    assert (await system.epochs(system.control_planes[0]))[number] > epoch
+    assert (await system.claims(system.control_planes[0]))[number] > epoch
     seconds = {"unrouted": unrouted_s, "back": routed_s}
     if not loaded:
         record("worker", fault, "idle", "nothing", **seconds)
