@@ -107,8 +107,13 @@ def _write(file: Path, state: str, found: Any) -> None:
     try:
         content = marshal.dumps((state, found))
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as written:
-            written.write(content)
-        Path(written.name).replace(file)
+        descriptor, name = tempfile.mkstemp(dir=file.parent)
+        written = Path(name)
+        try:
+            os.close(descriptor)
+            written.write_bytes(content)
+            written.replace(file)
+        finally:
+            written.unlink(missing_ok=True)  # a disk that is full must not be filled further
     except (OSError, ValueError) as error:
         log.debug("scan is not kept", file=str(file), error=repr(error))

@@ -310,8 +310,11 @@ def _import_vllm() -> None:
 
 def _import_engine() -> None:
     import vllm.engine.arg_utils
-    import vllm.renderers.hf
 
+    try:
+        import vllm.renderers.hf
+    except ModuleNotFoundError:  # older versions have none, and make no copies; what else is missing the engine reports
+        return
     # It copies the tokenizer for threads that prepare prompts. We give it tokens.
     vllm.renderers.hf.maybe_make_thread_pool = lambda tokenizer, copies=1: tokenizer
 
