@@ -17,7 +17,16 @@ from google.protobuf.message import Message
 
 from control_plane import codec, states, validate
 from control_plane.answers import Answer, check_request_id, log_fields
-from control_plane.etcd import Compare, EtcdClient, Op, WriteOutcomeUnknown, create_revision_is, op_delete, op_put
+from control_plane.etcd import (
+    Compare,
+    EtcdClient,
+    KeyValue,
+    Op,
+    WriteOutcomeUnknown,
+    create_revision_is,
+    op_delete,
+    op_put,
+)
 from control_plane.keys import ReplicaKey
 from control_plane.records import Mutation, Records
 from control_plane.table import Table
@@ -110,9 +119,10 @@ class Admin:
             record.cordoned = cordoned
 
         for _ in range(_ATTEMPTS):
-            if (known := await answer.known()) is not None:
+            known, (kv,) = await answer.look(self._path(request.replica))
+            if known is not None:
                 return known
-            target = await self._target(request.replica)
+            target = self._target(request.replica, kv)
             path = self._keys.cordon(target.replica.instance_uuid)
             note = codec.encode_note(replica=str(target.key), reason=reason[:_MAX_REASON])
             also = [] if target.replica.cordoned == cordoned else [op_put(path, note) if cordoned else op_delete(path)]
@@ -146,9 +156,10 @@ class Admin:
 
         lease_id = 0
         for _ in range(_ATTEMPTS):
-            if (known := await answer.known()) is not None:
+            known, (kv,) = await answer.look(self._path(ref))
+            if known is not None:
                 return known
-            target = await self._target(ref)
+            target = self._target(ref, kv)
             also: list[Op] = []
             if target.replica.state != states.DRAINING:
                 life_s = AWAY_S + int(to_seconds(order.limit))
@@ -186,15 +197,16 @@ class Admin:
     async def _evict(
         self, request: pb.EvictReplicaRequest, answer: Answer[pb.EvictReplicaResponse]
     ) -> pb.EvictReplicaResponse:
-        lease_id = 0
+        lease_id, path = 0, self._path(request.replica)
         tried: _Target | None = None
         for _ in range(_ATTEMPTS):
-            if (known := await answer.known()) is not None:
+            known, (kv, *done) = await answer.look(path, *([] if tried is None else [self._evicted_at(tried)]))
+            if known is not None:
                 return known
-            done = None if tried is None else await self._client.get(self._evicted_at(tried))
-            if tried is not None and done is not None and done.lease_id == lease_id:  # by our try whose answer was lost
-                return await self._evicted(request, tried, done.create_revision)
-            target = await self._target(request.replica)
+            if tried is not None and done[0] is not None and done[0].lease_id == lease_id:
+                # By our own try, whose outcome was lost.
+                return await self._evicted(request, tried, done[0].create_revision)
+            target = self._target(request.replica, kv)
             lease_id = lease_id or (await self._client.grant_lease(AWAY_S)).lease_id
             note = codec.encode_note(
                 replica=str(target.key), epoch=str(target.epoch), reason=request.reason[:_MAX_REASON]
@@ -241,11 +253,13 @@ class Admin:
     def _answer(self, verb: str, request: _Verb, kind: type[_Reply]) -> Answer[_Reply]:
         return Answer(self._client, self._keys, verb, request.request_id, request, kind)
 
-    async def _target(self, ref: types_pb2.ReplicaRef) -> _Target:
-        """The claim as etcd has it now. Raises ``NotFoundError``, and ``ConflictError`` for another epoch."""
+    def _path(self, ref: types_pb2.ReplicaRef) -> str:
         self._table.require_loaded()
+        return self._keys.replica(validate.replica_key(ref))
+
+    def _target(self, ref: types_pb2.ReplicaRef, kv: KeyValue | None) -> _Target:
+        """The claim that ``kv`` is. Raises ``NotFoundError`` for none, and ``ConflictError`` for another epoch."""
         key = validate.replica_key(ref)
-        kv = await self._records.read(key)
         if kv is None:
             ids = ", ".join(str(row.key.replica_id) for row in self._table.stage_rows(key.stage)[:20]) or "none"
             raise NotFoundError(

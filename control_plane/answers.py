@@ -19,8 +19,9 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from control_plane import codec, validate
-from control_plane.etcd import Compare, EtcdClient, KeyValue, Op, create_revision_is, op_put
+from control_plane.etcd import Compare, EtcdClient, KeyValue, Op, create_revision_is, op_get, op_put
 from control_plane.keys import Keys
+from control_plane.records import found
 from omnicore.errors import InvalidRequestError, OmniError
 from omnicore.log import get_logger
 
@@ -37,9 +38,13 @@ class Answer(Generic[A]):
 
     async with Answer(client, keys, verb, request.request_id, request, Response) as answer:
         while True:
-            if (known := await answer.known()) is not None:
+            known, (subject,) = await answer.look(path_of_the_subject)
+            if known is not None:
                 return known
             ... a transaction with answer.conditions and answer.ops(response) in it; return if it succeeded
+
+    What the verb is about is read together with the answer, as of one revision. Read one after the other, another try
+    could come in between: "no answer yet", and then the subject gone or changed by that very request.
     """
 
     def __init__(
@@ -79,18 +84,23 @@ class Answer(Generic[A]):
             except OmniError as revocation:
                 _log.warning("lease left to run out", lease=f"{self._lease_id:x}", error=revocation)
 
-    async def known(self) -> A | None:
-        """The answer that the request got already, with ``revision`` as it was. Makes ready to give one otherwise.
+    async def look(self, *paths: str) -> tuple[A | None, list[KeyValue | None]]:
+        """The answer that the request got already, with ``revision`` as it was, and what is at ``paths``; all as of one
+        revision. Makes ready to give an answer if there is none.
 
-        Raises ``InvalidRequestError`` if the id was used for something else."""
+        Raises ``InvalidRequestError`` if the id was used for something else, ``RecordError`` if the answer cannot be
+        read."""
+        wanted = [*([self._path] if self._path else []), *paths]
+        seen = await self._client.txn([], [op_get(path) for path in wanted]) if wanted else None
+        kvs = [found(seen, index) for index in range(len(wanted))] if seen is not None else []
         if not self._path:
-            return None
-        kv = await self._client.get(self._path)
-        if kv is not None:
-            return self._read(kv)
+            return None, kvs
+        answer, *others = kvs
+        if answer is not None:
+            return self._read(answer), others
         if not self._lease_id:
             self._lease_id = (await self._client.grant_lease(self._kept_s)).lease_id
-        return None
+        return None, others
 
     @property
     def conditions(self) -> list[Compare]:
@@ -111,16 +121,27 @@ class Answer(Generic[A]):
         return [op_put(self._path, codec.encode_note(**note), self._lease_id)]
 
     def _read(self, kv: KeyValue) -> A:
-        note = codec.decode_note(kv.value)
-        if (note.get("verb"), note.get("request_sha256")) != (self._verb, self._digest):
-            raise InvalidRequestError.field(
-                "request_id",
-                f"{validate.shown(self._request_id)} was used for another request, a {note.get('verb')}; "
-                "use a new one for each",
-                reason="REQUEST_ID_REUSED",
-            )
         answer = self.kind()
-        json_format.ParseDict(note.get("answer") or {}, answer, ignore_unknown_fields=True)
+        try:
+            note = codec.decode_note(kv.value)
+            if (note.get("verb"), note.get("request_sha256")) != (self._verb, self._digest):
+                raise InvalidRequestError.field(
+                    "request_id",
+                    f"{validate.shown(self._request_id)} was used for another request, a {note.get('verb')}; "
+                    "use a new one for each",
+                    reason="REQUEST_ID_REUSED",
+                )
+            fields = note.get("answer", {})
+            if not isinstance(fields, dict):
+                raise codec.RecordError('"answer" is not a JSON object')
+            json_format.ParseDict(fields, answer, ignore_unknown_fields=True)
+        except (codec.RecordError, json_format.ParseError) as error:
+            raise codec.RecordError(
+                f"what request {validate.shown(self._request_id)} was answered cannot be read: etcd key {kv.key} was "
+                f"spoiled ({validate.shown(str(error), 200)}). Look whether the request had its effect; to have it "
+                "again, use a new request id, or delete that key and repeat",
+                metadata={"key": kv.key},
+            ) from error
         answer.revision = kv.create_revision  # type: ignore[attr-defined]  # every control response has one
         return answer
 

@@ -130,9 +130,9 @@ class Pipelines:
         repeated = False
         while True:
             try:
-                if (known := await answer.known()) is not None:
+                known, (kv,) = await answer.look(path)
+                if known is not None:
                     return known.revision
-                kv = await self._client.get(path)
                 if kv is None and not repeated:
                     raise self._unknown(name)
                 if kv is None:

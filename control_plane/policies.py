@@ -10,8 +10,7 @@ from typing import Final
 
 from control_plane import codec, compat, validate
 from control_plane.answers import Answer, check_request_id, log_fields
-from control_plane.etcd import EtcdClient, KeyValue, WriteOutcomeUnknown, mod_revision_is, op_delete, op_get, op_put
-from control_plane.records import found
+from control_plane.etcd import EtcdClient, KeyValue, WriteOutcomeUnknown, mod_revision_is, op_delete, op_put
 from control_plane.table import Table
 from omni.v1 import admin_service_pb2 as pb
 from omnicore.errors import ConflictError
@@ -35,10 +34,9 @@ async def set_policy(
     kind = pb.SetBalancingPolicyResponse
     async with Answer(client, keys, "SetBalancingPolicy", request.request_id, request, kind) as answer:
         for _ in range(_ATTEMPTS):
-            if (known := await answer.known()) is not None:
+            known, (plan, before) = await answer.look(plan_path, path)
+            if known is not None:
                 return known
-            ground = await client.txn([], [op_get(plan_path), op_get(path)])
-            plan, before = found(ground, 0), found(ground, 1)
             if plan is None:
                 raise compat.no_pipeline(stage.pipeline, (pipeline.name for pipeline in table.pipelines()))
             compat.find_stage(codec.decode_pipeline(plan.value), stage.stage_id)

@@ -275,7 +275,8 @@ class Restarts:
             self._client, self._table.keys, "RestartStage", request.request_id, request, kind, kept_s=_RESUMABLE_S
         ) as answer:
             while True:
-                if (known := await answer.known()) is not None:
+                known, _ = await answer.look()
+                if known is not None:
                     return int(known.revision)
                 if not answer.conditions:
                     return now

@@ -236,17 +236,27 @@ class Cluster:
     planes: list[ControlPlane] = dataclasses.field(default_factory=list)
 
     async def control_plane(
-        self, *, loaded: bool = True, endpoint: str = "", listen: str = "127.0.0.1:0"
+        self,
+        *,
+        loaded: bool = True,
+        endpoint: str = "",
+        listen: str = "127.0.0.1:0",
+        etcd_client: EtcdClient | None = None,
+        name: str = "default",
     ) -> tuple[ControlPlane, Client]:
-        """Start another one. ``endpoint``: the way to etcd, if not the usual one."""
+        """Start another one. ``endpoint``: the way to etcd, if not the usual one; ``etcd_client`` instead: its whole
+        connection. ``name``: of the cluster."""
         settings = ControlPlaneConfig(
             listen=listen,
             etcd=(self.etcd.endpoint,),
+            cluster=name,
             lease_ttl_s=self.ttl_s,
             heartbeat_interval_s=self.heartbeat_interval_s,
             drain_s=0.2,
         )
-        etcd_client = await self.stack.enter_async_context(EtcdClient([endpoint or self.etcd.endpoint], timeout_s=2.0))
+        if etcd_client is None:
+            etcd_client = EtcdClient([endpoint or self.etcd.endpoint], timeout_s=2.0)
+        await self.stack.enter_async_context(etcd_client)
         plane = await self.stack.enter_async_context(ControlPlane(settings, etcd_client))
         client = Client(plane.address)
         await self.stack.enter_async_context(client.channel)
