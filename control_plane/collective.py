@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 
 from control_plane import compat, states, validate
-from control_plane.answers import log_fields
+from control_plane.answers import check_request_id, log_fields
 from control_plane.keys import ReplicaKey
 from control_plane.table import ReplicaRow, Table
 from omni.v1 import admin_service_pb2 as pb
@@ -94,6 +94,7 @@ def _check(request: pb.CollectiveRpcRequest) -> float:
             faults.add("timeout", f"must be above 0 and at most {MAX_TIMEOUT_S:g} s, got {timeout_s:g} s")
     if len(request.stage_ids) > 1000:
         faults.add("stage_ids", "at most 1000")
+    check_request_id(faults, request.request_id)
     faults.raise_if_any()
     return timeout_s
 

@@ -1,6 +1,7 @@
 """InspectService: what the store holds and who beats here, read only, so that operators need no access to etcd.
 
-Guarantees: nothing is changed; only keys of this cluster and the schema key are shown, whatever else shares the etcd.
+Guarantees: nothing is changed; only keys of this cluster and those about the store itself (``META_KEY``, and the mark
+of this cluster's last restoration) are shown, whatever else shares the etcd.
 Not guaranteed: that a value is a record of ours. Keys that somebody edited by hand are shown as they are.
 """
 
@@ -14,7 +15,7 @@ from typing import Final
 import grpc.aio
 
 from control_plane import codec, paging
-from control_plane.etcd import EtcdClient, EventKind, KeyValue, WatchBatch
+from control_plane.etcd import EtcdClient, EventKind, KeyValue, RangeResult, WatchBatch
 from control_plane.heartbeat import Heartbeats
 from control_plane.keys import META_KEY, Keys
 from control_plane.table import Table
@@ -76,8 +77,8 @@ class InspectServicer(inspect_service_pb2_grpc.InspectServiceServicer):
             if not 0 < revision < 2**63:
                 raise InvalidRequestError.field("page_token", "not a token of this list")
         size = min(paging.page_size(request.page_size, _KEYS_PAGE_SIZE), _MAX_KEYS)
-        page = await self._client.get_prefix(prefix, limit=size, revision=revision, after=after)
-        response = pb.ListKeysResponse(revision=revision or page.revision)
+        page = await self._page(prefix, request.prefix == "", size, revision, after)
+        response = pb.ListKeysResponse(revision=page.revision)
         for i, kv in enumerate(page.kvs):
             response.keys.append(_key(kv, value=not request.keys_only))
             if page.more or i + 1 < len(page.kvs):
@@ -87,6 +88,28 @@ class InspectServicer(inspect_service_pb2_grpc.InspectServiceServicer):
         if not page.more:
             response.next_page_token = ""
         return response
+
+    async def _page(self, prefix: str, whole: bool, size: int, revision: int, after: str) -> RangeResult:
+        """At most ``size`` keys below ``prefix`` and behind ``after``, as of ``revision`` (0: now).
+
+        ``whole``: with those about the store itself, in their places.
+        """
+        keys = self._table.keys
+        places = [prefix] if prefix not in (META_KEY, keys.restored) else []
+        places += [key for key in (META_KEY, keys.restored) if whole or key.startswith(prefix)]
+        kvs: list[KeyValue] = []
+        for place in sorted(places):
+            exact = place in (META_KEY, keys.restored)
+            if exact and place <= after:
+                continue
+            # A whole key is the first one of those that begin with it; the others may be another cluster's.
+            limit = 1 if exact else size + 1 - len(kvs)
+            part = await self._client.get_prefix(place, limit=limit, revision=revision, after="" if exact else after)
+            revision = revision or part.revision
+            kvs += [kv for kv in part.kvs if not exact or kv.key == place]
+            if len(kvs) > size:
+                break
+        return RangeResult(kvs[:size], revision, more=len(kvs) > size)
 
     async def WatchKeys(  # noqa: N802
         self, request: pb.WatchKeysRequest, context: ServicerContext
@@ -111,6 +134,7 @@ class InspectServicer(inspect_service_pb2_grpc.InspectServiceServicer):
                             key=_key(event.kv),
                         )
                         for event in batch.events
+                        if self._shows(event.kv.key)
                     ]
                     yield pb.WatchKeysResponse(revision=batch.revision, events=events)
         finally:
@@ -190,7 +214,7 @@ class InspectServicer(inspect_service_pb2_grpc.InspectServiceServicer):
         return pb.ListPulsesResponse(pulses=pulses, interval=to_duration(self._heartbeats.interval_s))
 
     def _shows(self, key: str) -> bool:
-        return key == META_KEY or key.startswith(self._table.keys.root)
+        return _is_shown(self._table.keys, key)
 
 
 def add_inspect_servicer(server: grpc.aio.Server, servicer: InspectServicer) -> None:
@@ -204,11 +228,15 @@ def whole_key(keys: Keys, text: str, field: str) -> str:
     if len(text) > _MAX_KEY_LENGTH:
         raise InvalidRequestError.field(field, f"at most {_MAX_KEY_LENGTH} characters")
     key = text if text.startswith("/") else keys.root + text
-    if key != META_KEY and not key.startswith(keys.root):
+    if not _is_shown(keys, key):
         raise InvalidRequestError.field(
             field, f"must be {META_KEY} or begin with {keys.root}, this cluster's keys, got {shown(text)}"
         )
     return key
+
+
+def _is_shown(keys: Keys, key: str) -> bool:
+    return key in (META_KEY, keys.restored) or key.startswith(keys.root)
 
 
 def _key(kv: KeyValue, *, value: bool = True) -> pb.StoreKey:

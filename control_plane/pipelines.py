@@ -164,6 +164,7 @@ def _check_request(request: pb.ApplyPipelineRequest) -> None:
     for field in ("name", "engine", "platform"):
         if len(value := getattr(request, field)) > MAX_NAME_LENGTH:
             faults.add(field, f"at most {MAX_NAME_LENGTH} characters, got {len(value)}")
+    check_request_id(faults, request.request_id)
     faults.raise_if_any()
 
 

@@ -182,9 +182,12 @@ def width(text: str) -> int:
 def whole_number(text: str, flag: str, command: str, *, low: int = 1, high: int = 2**63 - 1) -> int:
     """``text`` as a whole number. Raises ``InvalidRequestError`` naming ``flag`` and the ``command`` whose help tells
     more."""
-    if not (text.isascii() and text.isdecimal() and low <= int(text) <= high):
-        raise usage_error(f"{flag}: must be a whole number of {low} or more, got {text!r}", command)
-    return int(text)
+    # Python itself refuses to read thousands of digits.
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) <= 100 else -1
+    if not low <= number <= high:
+        wanted = f"of {low} or more" if high >= 2**63 - 1 else f"from {low} to {high}"
+        raise usage_error(f"{flag}: must be a whole number {wanted}, got {cut(text, 60)!r}", command)
+    return number
 
 
 def cut(text: str, columns: int) -> str:

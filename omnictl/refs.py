@@ -7,7 +7,10 @@ from collections.abc import Iterable
 
 from omni.v1 import pipeline_pb2
 from omnicore.errors import NotFoundError
+from omnictl import output
 from omnictl.parser import usage_error
+
+_MAX_ID = 2**32 - 1  # uint32 in the protos
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,8 +63,12 @@ def parse_stage_or_pipeline(text: str) -> Selector:
 
 
 def _replica_id(part: str, text: str, what: str) -> int:
-    if not part.isdecimal() or not part.isascii() or int(part) > 0xFFFFFFFF:
-        raise usage_error(f"{what}: the replica id must be a whole number, got {part!r} in {text!r}")
+    # Python itself refuses to read thousands of digits.
+    if not part.isdecimal() or not part.isascii() or len(part) > 100 or int(part) > _MAX_ID:
+        shown, whole = output.cut(part, 60), output.cut(text, 100)
+        raise usage_error(
+            f"{what}: the replica id must be a whole number from 0 to {_MAX_ID}, got {shown!r} in {whole!r}"
+        )
     return int(part)
 
 

@@ -17,6 +17,7 @@ from omnictl.failures import one_line
 from omnictl.output import Column
 
 _ROOT = "/omni/v1/"
+_RESTORED = "meta.restored."
 _OPAQUE = re.compile(r"[0-9a-f]{64}|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
@@ -25,6 +26,8 @@ def kind_and_name(key: str) -> tuple[str, str]:
     parts = key.removeprefix(_ROOT).split("/")
     if parts == ["meta"]:
         return "meta", "schema"
+    if len(parts) == 1 and parts[0].startswith(_RESTORED):
+        return "meta", parts[0].removeprefix("meta.")
     kind, name = (parts[1], parts[2:]) if len(parts) > 1 else (parts[0], [])
     if kind == "admin" and name:
         kind, name = name[0], name[1:]

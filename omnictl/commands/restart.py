@@ -16,6 +16,8 @@ from omnictl.commands.base import Commands, add_output_flag, settings_of
 from omnictl.settings import seconds
 from omnictl.streams import responses
 
+_MAX_UNAVAILABLE = 10_000  # what the control plane takes
+
 
 def add(commands: Commands) -> None:
     """Add ``restart``."""
@@ -50,7 +52,7 @@ async def _run(args: argparse.Namespace) -> int:
     selector = refs.parse_stage(args.stage)
     request = pb.RestartStageRequest(
         max_unavailable=output.whole_number(
-            args.max_unavailable, "--max-unavailable", "omnictl restart", high=2**32 - 1
+            args.max_unavailable, "--max-unavailable", "omnictl restart", high=_MAX_UNAVAILABLE
         ),
         request_id=connect.request_id(),
         reason=args.reason,

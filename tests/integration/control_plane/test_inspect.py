@@ -32,26 +32,45 @@ async def _error(call: Awaitable[Any]) -> errors.OmniError:
 async def test_keys_of_the_cluster_and_no_others_page_by_page() -> None:
     async with cluster() as made:
         client = await made.start()
-        await made.etcd_client.put("/omni/v1/other/pipelines/secret", b"{}")
-        await made.etcd_client.put("/elsewhere", b"x")
+        # Some of them look like ours, or like those about the store.
+        for key in (
+            "/elsewhere",
+            "/omni/v1/default2/pipelines/secret",
+            "/omni/v1/meta.restored.default2",
+            "/omni/v1/metals/pipelines/secret",
+            "/omni/v1/other/pipelines/secret",
+        ):
+            await made.etcd_client.put(key, b"{}")
+        about_the_store = ["/omni/v1/meta", "/omni/v1/meta.restored.default"]
+        await made.etcd_client.put(about_the_store[1], b"{}")
         workers = [Worker(await client.apply()) for _ in range(3)]
         for worker in workers:
             await worker.register(client)
         stub = _stub(client)
         whole = await stub.ListKeys(pb.ListKeysRequest())
-        assert all(key.key.startswith("/omni/v1/default/") for key in whole.keys)
+        names = [key.key for key in whole.keys]
+        assert names == sorted(names)
+        assert [name for name in names if not name.startswith("/omni/v1/default/")] == about_the_store
+        assert len(names) == 1 + 3 * 2 + 2, "the plan; a claim and its index entry for each"
+        for prefix, found in (("/omni/v1/meta", about_the_store), (about_the_store[1], about_the_store[1:])):
+            listed = await stub.ListKeys(pb.ListKeysRequest(prefix=prefix))
+            assert [key.key for key in listed.keys] == found
+        below = await stub.ListKeys(pb.ListKeysRequest(prefix="/omni/v1/default/"))
+        assert [key.key for key in below.keys] == names[:-2]
         paged: list[str] = []
+        revisions: set[int] = set()
         request = pb.ListKeysRequest(page_size=2, keys_only=True)
         while True:
             page = await stub.ListKeys(request)
             assert len(page.keys) <= 2
             assert not any(key.value for key in page.keys)
-            assert page.revision == whole.revision
+            revisions.add(page.revision)
             paged += [key.key for key in page.keys]
             request.page_token = page.next_page_token
             if not page.next_page_token:
                 break
-        assert paged == [key.key for key in whole.keys]
+        assert paged == names
+        assert len(revisions) == 1, "one listing is of one revision, whatever is written meanwhile"
         replicas = await stub.ListKeys(pb.ListKeysRequest(prefix="replicas/"))
         assert [key.create_revision for key in replicas.keys] == [w.claim.replica.epoch for w in workers]
         assert [key.lease_id for key in replicas.keys] == [w.claim.lease_id for w in workers]
@@ -102,6 +121,18 @@ async def test_a_watch_sees_every_change_and_resumes() -> None:
         async with _watching(stub, pb.WatchKeysRequest(prefix="replicas/", resume_revision=before)) as again:
             await wait_until(lambda: len(_events(again)) == 2, what="both changes")
             assert [kind for kind, _ in _events(again)] == [pb.KEY_EVENT_TYPE_PUT, pb.KEY_EVENT_TYPE_DELETE]
+
+
+async def test_a_watch_of_what_is_about_the_store_shows_nothing_of_others() -> None:
+    async with cluster() as made:
+        client = await made.start()
+        async with _watching(_stub(client), pb.WatchKeysRequest(prefix="/omni/v1/meta")) as seen:
+            await wait_until(lambda: bool(seen), what="a sign of life")
+            await made.etcd_client.put("/omni/v1/meta.restored.other", b"{}")
+            await made.etcd_client.put("/omni/v1/metals/pipelines/secret", b"{}")
+            await made.etcd_client.put("/omni/v1/meta.restored.default", b"{}")
+            await wait_until(lambda: bool(_events(seen)), what="its own mark")
+            assert [key for _, key in _events(seen)] == ["/omni/v1/meta.restored.default"]
 
 
 async def test_history_that_is_gone_and_too_many_watches_are_said() -> None:

@@ -100,6 +100,8 @@ def test_one_unknown_stage_refuses_all_of_it(cluster: Cli, stages: str) -> None:
         (["restart", "speech"], 2, "STAGE: must be PIPELINE/STAGE"),
         (["restart", "speech/nope"], 4, "it has 0 (thinker)"),
         (["restart", "speech/1", "--max-unavailable", "0"], 2, "--max-unavailable"),
+        (["restart", "speech/1", "--max-unavailable", "9" * 14], 2, "must be a whole number from 1 to 10000, got '999"),
+        (["drain", "speech/1/4294967296"], 2, "the replica id must be a whole number from 0 to 4294967295, got '4294"),
         (["drain", "speech/1/0", "--wait-timeout", "3s"], 2, "goes with --wait"),
         (["describe", "stage", "speech"], 2, "STAGE: must be PIPELINE/STAGE"),
         (["etcd", "get", "pipelines/nope"], 4, "hint: 'omnictl etcd ls'"),
@@ -122,7 +124,8 @@ def test_errors(cluster: Cli, argv: list[str], code: int, message: str) -> None:
 async def test_etcd_as_etcd_has_it(cluster: Cli) -> None:
     async with EtcdClient([cluster.known()["etcd"]]) as client:
         keys = await client.get_prefix("/omni/v1/default/")
-        assert cluster.ok("etcd", "ls", "-o", "name").split() == [kv.key for kv in keys.kvs]
+        assert cluster.ok("etcd", "ls", "-o", "name").split() == [*(kv.key for kv in keys.kvs), "/omni/v1/meta"]
+        assert "schema_version=1" in cluster.ok("etcd", "ls")
         shown = json.loads(cluster.ok("etcd", "ls", "replicas/", "-o", "json"))["keys"]
         stored = {kv.key: kv for kv in keys.kvs}
         assert len(shown) == 4

@@ -122,10 +122,13 @@ def test_a_report_as_lines_names_and_one_document(capsys: pytest.CaptureFixture[
         assert capsys.readouterr().out == expected
 
 
-@pytest.mark.parametrize("text", ["", "-1", "x", "1.5", "0", "٣", "99999999999"])
+@pytest.mark.parametrize("text", ["", "-1", "x", "1.5", "0", "٣", "99999999999", "9" * 5000])
 def test_whole_numbers_that_are_not(text: str) -> None:
-    with pytest.raises(errors.InvalidRequestError, match="--n: must be a whole number of 1 or more"):
+    with pytest.raises(errors.InvalidRequestError, match="--n: must be a whole number from 1 to 4294967296, got"):
         output.whole_number(text, "--n", "omnictl x", high=2**32)
+    if text != "99999999999":
+        with pytest.raises(errors.InvalidRequestError, match="--n: must be a whole number of 1 or more, got"):
+            output.whole_number(text, "--n", "omnictl x")
 
 
 def test_texts_are_cut_by_columns_not_characters() -> None:

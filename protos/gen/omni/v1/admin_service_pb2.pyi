@@ -479,7 +479,7 @@ class CollectiveRpcRequest(_message.Message):
     method: _types_pb2.ControlMethod.ValueType
     """What to do."""
     request_id: _builtins.str
-    """Any unique text: names the call in the control plane's log."""
+    """Any unique text of at most 200 characters: names the call in the control plane's log."""
     skip_unhealthy: _builtins.bool
     """Call the replicas that can take it, and answer UNAVAILABLE for the others, rather than refuse all."""
     @_builtins.property

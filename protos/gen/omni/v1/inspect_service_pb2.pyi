@@ -106,7 +106,7 @@ class ListKeysRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     prefix: _builtins.str
-    """Empty: every key of the cluster."""
+    """Empty: every key of the cluster, and those about the store itself."""
     keys_only: _builtins.bool
     """Leave the values out."""
     page_size: _builtins.int

@@ -27,8 +27,8 @@ if _version_not_supported:
 
 class InspectServiceStub:
     """InspectService shows what is behind the other services' answers, so that nobody needs access to etcd to find out
-    why something is as it is. It changes nothing. Of the store it shows the keys of its own cluster and
-    `/omni/v1/meta`, nothing else. Keys and prefixes without a leading '/' are taken below `/omni/v1/{cluster}/`; others
+    why something is as it is. It changes nothing. Of the store it shows the keys of its own cluster, `/omni/v1/meta` and
+    `/omni/v1/meta.restored.{cluster}`, nothing else. Keys and prefixes without a leading '/' are taken below `/omni/v1/{cluster}/`; others
     are refused with INVALID_ARGUMENT. Everything that asks the store fails with UNAVAILABLE while it cannot be reached.
     """
 
@@ -72,8 +72,8 @@ class InspectServiceStub:
 
 class InspectServiceServicer:
     """InspectService shows what is behind the other services' answers, so that nobody needs access to etcd to find out
-    why something is as it is. It changes nothing. Of the store it shows the keys of its own cluster and
-    `/omni/v1/meta`, nothing else. Keys and prefixes without a leading '/' are taken below `/omni/v1/{cluster}/`; others
+    why something is as it is. It changes nothing. Of the store it shows the keys of its own cluster, `/omni/v1/meta` and
+    `/omni/v1/meta.restored.{cluster}`, nothing else. Keys and prefixes without a leading '/' are taken below `/omni/v1/{cluster}/`; others
     are refused with INVALID_ARGUMENT. Everything that asks the store fails with UNAVAILABLE while it cannot be reached.
     """
 
@@ -168,8 +168,8 @@ def add_InspectServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class InspectService:
     """InspectService shows what is behind the other services' answers, so that nobody needs access to etcd to find out
-    why something is as it is. It changes nothing. Of the store it shows the keys of its own cluster and
-    `/omni/v1/meta`, nothing else. Keys and prefixes without a leading '/' are taken below `/omni/v1/{cluster}/`; others
+    why something is as it is. It changes nothing. Of the store it shows the keys of its own cluster, `/omni/v1/meta` and
+    `/omni/v1/meta.restored.{cluster}`, nothing else. Keys and prefixes without a leading '/' are taken below `/omni/v1/{cluster}/`; others
     are refused with INVALID_ARGUMENT. Everything that asks the store fails with UNAVAILABLE while it cannot be reached.
     """
 

@@ -28,8 +28,8 @@ GRPC_VERSION: str
 
 class InspectServiceStub:
     """InspectService shows what is behind the other services' answers, so that nobody needs access to etcd to find out
-    why something is as it is. It changes nothing. Of the store it shows the keys of its own cluster and
-    `/omni/v1/meta`, nothing else. Keys and prefixes without a leading '/' are taken below `/omni/v1/{cluster}/`; others
+    why something is as it is. It changes nothing. Of the store it shows the keys of its own cluster, `/omni/v1/meta` and
+    `/omni/v1/meta.restored.{cluster}`, nothing else. Keys and prefixes without a leading '/' are taken below `/omni/v1/{cluster}/`; others
     are refused with INVALID_ARGUMENT. Everything that asks the store fails with UNAVAILABLE while it cannot be reached.
     """
 
@@ -63,8 +63,8 @@ class InspectServiceStub:
 @_typing.type_check_only
 class InspectServiceAsyncStub(InspectServiceStub):
     """InspectService shows what is behind the other services' answers, so that nobody needs access to etcd to find out
-    why something is as it is. It changes nothing. Of the store it shows the keys of its own cluster and
-    `/omni/v1/meta`, nothing else. Keys and prefixes without a leading '/' are taken below `/omni/v1/{cluster}/`; others
+    why something is as it is. It changes nothing. Of the store it shows the keys of its own cluster, `/omni/v1/meta` and
+    `/omni/v1/meta.restored.{cluster}`, nothing else. Keys and prefixes without a leading '/' are taken below `/omni/v1/{cluster}/`; others
     are refused with INVALID_ARGUMENT. Everything that asks the store fails with UNAVAILABLE while it cannot be reached.
     """
 
@@ -94,8 +94,8 @@ class InspectServiceAsyncStub(InspectServiceStub):
 
 class InspectServiceServicer(metaclass=_abc_1.ABCMeta):
     """InspectService shows what is behind the other services' answers, so that nobody needs access to etcd to find out
-    why something is as it is. It changes nothing. Of the store it shows the keys of its own cluster and
-    `/omni/v1/meta`, nothing else. Keys and prefixes without a leading '/' are taken below `/omni/v1/{cluster}/`; others
+    why something is as it is. It changes nothing. Of the store it shows the keys of its own cluster, `/omni/v1/meta` and
+    `/omni/v1/meta.restored.{cluster}`, nothing else. Keys and prefixes without a leading '/' are taken below `/omni/v1/{cluster}/`; others
     are refused with INVALID_ARGUMENT. Everything that asks the store fails with UNAVAILABLE while it cannot be reached.
     """
 

@@ -32,7 +32,9 @@ class ApplyPipelineRequest(_message.Message):
     PLATFORM_FIELD_NUMBER: _builtins.int
     VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Any unique text: names the call in the control plane's log. The content itself makes the call idempotent."""
+    """Any unique text of at most 200 characters: names the call in the control plane's log. The content itself makes the
+    call idempotent.
+    """
     deploy_yaml: _builtins.str
     """The deploy file, YAML, at most 1 MiB. Required."""
     name: _builtins.str
