@@ -91,7 +91,7 @@ class ControlPlane:
         membership = Membership(
             client, self.table, records, lease_ttl_s=settings.lease_ttl_s, kept_ids=settings.kept_ids
         )
-        self._registry = RegistryServicer(self.table, membership, self.heartbeats, self.replica_fanout)
+        self._registry = RegistryServicer(client, self.table, membership, self.heartbeats, self.replica_fanout)
         self._pipelines = PipelineServicer(self.table, Pipelines(client, self.table), self.pipeline_fanout)
         verbs = Admin(client, self.table, records)
         self._restarts = Restarts(client, self.table, verbs, clock)

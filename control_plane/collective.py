@@ -17,7 +17,9 @@ import grpc.aio
 
 from control_plane import compat, states, validate
 from control_plane.answers import check_request_id, log_fields
+from control_plane.etcd import EtcdClient
 from control_plane.keys import ReplicaKey
+from control_plane.plans import catch_up, find_plan
 from control_plane.table import ReplicaRow, Table
 from omni.v1 import admin_service_pb2 as pb
 from omni.v1 import pipeline_pb2, stage_service_pb2, stage_service_pb2_grpc, types_pb2
@@ -40,14 +42,14 @@ Connect = Callable[[str], grpc.aio.Channel]
 
 
 async def collective_rpc(
-    table: Table, request: pb.CollectiveRpcRequest, connect: Connect = rpc.channel
+    client: EtcdClient, table: Table, request: pb.CollectiveRpcRequest, connect: Connect = rpc.channel
 ) -> pb.CollectiveRpcResponse:
     """Validate the whole call, then fan it out. Raises only before any effect; later faults are results."""
     timeout_s = _check(request)
     table.require_loaded()
-    pipeline = table.pipeline(request.pipeline)
-    if pipeline is None:
-        raise compat.no_pipeline(request.pipeline, (known.name for known in table.pipelines()))
+    # What was applied or has registered elsewhere belongs to it.
+    await catch_up(client, table)
+    pipeline = await find_plan(client, table, request.pipeline)
     stage_ids = _stage_ids(pipeline, request)
     rows = [row for row in table.rows() if row.key.pipeline == pipeline.name and row.key.stage_id in stage_ids]
     revision = table.revision

@@ -178,6 +178,10 @@ class Keys:
         """Where the balancing policy of a stage is."""
         return f"{self.policies}{_checked_name(stage.pipeline)}/{_checked_id(stage.stage_id)}"
 
+    def policies_of(self, pipeline: str) -> str:
+        """The prefix of the balancing policies of all stages of a pipeline."""
+        return f"{self.policies}{_checked_name(pipeline)}/"
+
     def restart(self, stage: StageKey) -> str:
         """Where it is said that a stage is being restarted."""
         return f"{self.restarts}{_checked_name(stage.pipeline)}/{_checked_id(stage.stage_id)}"

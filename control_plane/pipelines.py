@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from typing import Final
 
-from control_plane import codec, compat, paging, validate
+from control_plane import codec, paging, validate
 from control_plane.answers import Answer, check_request_id, log_fields
 from control_plane.deploy import plan_pipeline
 from control_plane.etcd import (
@@ -15,9 +15,11 @@ from control_plane.etcd import (
     WriteOutcomeUnknown,
     mod_revision_is,
     op_delete,
+    op_delete_prefix,
     op_put,
 )
 from control_plane.keys import MAX_NAME_LENGTH, NAME_RULE, is_name
+from control_plane.plans import find_plan, no_plan
 from control_plane.table import Table
 from omni.v1 import pipeline_pb2
 from omni.v1 import pipeline_service_pb2 as pb
@@ -93,14 +95,11 @@ class Pipelines:
             metadata={"pipeline": plan.name},
         )
 
-    def get(self, name: str) -> pipeline_pb2.Pipeline:
-        """One plan. Raises ``NotFoundError`` with the names that exist."""
+    async def get(self, name: str) -> pipeline_pb2.Pipeline:
+        """One plan. Raises what ``find_plan`` does."""
         _check_name(name)
         self._table.require_loaded()
-        pipeline = self._table.pipeline(name)
-        if pipeline is None:
-            raise self._unknown(name)
-        return pipeline
+        return await find_plan(self._client, self._table, name)
 
     def page(self, size: int, token: str) -> tuple[list[pipeline_pb2.Pipeline], str]:
         """One page of plans by name, and the token of the next page."""
@@ -134,22 +133,23 @@ class Pipelines:
                 if known is not None:
                     return known.revision
                 if kv is None and not repeated:
-                    raise self._unknown(name)
+                    raise no_plan(self._table, name)
                 if kv is None:
                     return self._table.revision  # by our own first try, whose answer was lost
-                policies = [op_delete(self._keys.policy(stage)) for stage in self._table.policies(name)]
                 result = await self._client.txn(
                     [mod_revision_is(path, kv.mod_revision), *answer.conditions],
-                    [op_delete(path), *policies, *answer.ops(pb.DeletePipelineResponse())],
+                    # Not those that the table knows of: it may not have heard of one that was set a moment ago.
+                    [
+                        op_delete(path),
+                        op_delete_prefix(self._keys.policies_of(name)),
+                        *answer.ops(pb.DeletePipelineResponse()),
+                    ],
                 )
             except WriteOutcomeUnknown:
                 repeated = True
                 continue
             if result.succeeded:
                 return result.revision
-
-    def _unknown(self, name: str) -> Exception:
-        return compat.no_pipeline(name, (pipeline.name for pipeline in self._table.pipelines()))
 
 
 def _check_name(name: str) -> None:

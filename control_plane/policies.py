@@ -11,6 +11,7 @@ from typing import Final
 from control_plane import codec, compat, validate
 from control_plane.answers import Answer, check_request_id, log_fields
 from control_plane.etcd import EtcdClient, KeyValue, WriteOutcomeUnknown, mod_revision_is, op_delete, op_put
+from control_plane.plans import no_plan, read_plan
 from control_plane.table import Table
 from omni.v1 import admin_service_pb2 as pb
 from omnicore.errors import ConflictError
@@ -38,8 +39,8 @@ async def set_policy(
             if known is not None:
                 return known
             if plan is None:
-                raise compat.no_pipeline(stage.pipeline, (pipeline.name for pipeline in table.pipelines()))
-            compat.find_stage(codec.decode_pipeline(plan.value), stage.stage_id)
+                raise no_plan(table, stage.pipeline)
+            compat.find_stage(read_plan(plan), stage.stage_id)
             response = kind(previous_policy=_readable(before))
             change = op_put(path, codec.encode_policy(request.policy)) if request.policy else op_delete(path)
             try:

@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Final
 
-from control_plane import codec, compat, states, validate
+from control_plane import codec, states, validate
 from control_plane.admin import MAX_DEADLINE_S, Admin, check_deadline
 from control_plane.answers import Answer, check_request_id, log_fields
 from control_plane.etcd import (
@@ -31,6 +31,7 @@ from control_plane.etcd import (
     op_put,
 )
 from control_plane.keys import StageKey
+from control_plane.plans import find_stage, require_revision
 from control_plane.records import found
 from control_plane.table import Change, ReplicaRow, Table
 from omni.v1 import admin_service_pb2 as pb
@@ -93,10 +94,7 @@ class Restarts:
         _check(request)
         self._table.require_loaded()
         stage = validate.stage_key(request.stage)
-        pipeline = self._table.pipeline(stage.pipeline)
-        if pipeline is None:
-            raise compat.no_pipeline(stage.pipeline, (known.name for known in self._table.pipelines()))
-        compat.find_stage(pipeline, stage.stage_id)
+        await find_stage(self._client, self._table, stage)
         async with self._lock(stage, request) as (lease_id, locked_at):
             since = await self._since(request, locked_at)
             rows = [row for row in self._table.stage_rows(stage) if row.epoch <= since]
@@ -294,7 +292,7 @@ class Restarts:
             note = codec.encode_note(request_id=request.request_id, reason=request.reason[:1000])
             locked_at = await self._take_lock(stage, path, note, lease.lease_id, request.request_id)
             # Whoever registered before is in the table then.
-            await self._table.wait_revision(locked_at)
+            await require_revision(self._table, locked_at)
             yield lease.lease_id, locked_at
         finally:
             try:

@@ -9,13 +9,14 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from control_plane import codec, collective, compat, paging, policies, status, validate
+from control_plane import codec, collective, paging, policies, status, validate
 from control_plane.admin import Admin
 from control_plane.etcd import EtcdClient
 from control_plane.heartbeat import Heartbeats
 from control_plane.keys import NAME_RULE, is_name
 from control_plane.membership import Membership
 from control_plane.pipelines import Pipelines
+from control_plane.plans import find_plan
 from control_plane.restart import Restarts
 from control_plane.table import Table
 from control_plane.watchers import PipelineFanout, ReplicaFanout
@@ -39,7 +40,15 @@ _MAX_WATCHED_PIPELINES: Final = 1000
 class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
     """``omni.v1.RegistryService``."""
 
-    def __init__(self, table: Table, membership: Membership, heartbeats: Heartbeats, fanout: ReplicaFanout) -> None:
+    def __init__(
+        self,
+        client: EtcdClient,
+        table: Table,
+        membership: Membership,
+        heartbeats: Heartbeats,
+        fanout: ReplicaFanout,
+    ) -> None:
+        self._client = client
         self._table = table
         self._membership = membership
         self._heartbeats = heartbeats
@@ -95,8 +104,8 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
             if (not request.pipeline or row.key.pipeline == request.pipeline)
             and (not request.HasField("stage_id") or row.key.stage_id == request.stage_id)
         ]
-        if request.pipeline and not rows and self._table.pipeline(request.pipeline) is None:
-            raise compat.no_pipeline(request.pipeline, (known.name for known in self._table.pipelines()))
+        if request.pipeline and not rows:
+            await find_plan(self._client, self._table, request.pipeline)
         rows = [row for row in rows if tuple(row.key) > after]
         size = paging.page_size(request.page_size, _LIST_PAGE_SIZE)
         return registry_service_pb2.ListReplicasResponse(
@@ -143,7 +152,7 @@ class PipelineServicer(pipeline_service_pb2_grpc.PipelineServiceServicer):
     ) -> pipeline_service_pb2.GetPipelineResponse:
         """One plan."""
         return pipeline_service_pb2.GetPipelineResponse(
-            pipeline=self._pipelines.get(request.name), revision=self._table.revision
+            pipeline=await self._pipelines.get(request.name), revision=self._table.revision
         )
 
     async def ListPipelines(  # noqa: N802
@@ -232,7 +241,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
         self, request: admin_service_pb2.CollectiveRpcRequest, context: ServicerContext
     ) -> admin_service_pb2.CollectiveRpcResponse:
         """One engine method on whole stages."""
-        return await collective.collective_rpc(self._table, request, self._connect)
+        return await collective.collective_rpc(self._client, self._table, request, self._connect)
 
     async def GetClusterStatus(  # noqa: N802
         self, request: admin_service_pb2.GetClusterStatusRequest, context: ServicerContext

@@ -207,10 +207,6 @@ class Table:
         """All plans by name, as ``pipeline`` has them."""
         return [shown for name in sorted(self._pipelines) if (shown := self.pipeline(name)) is not None]
 
-    def policies(self, pipeline: str) -> dict[StageKey, str]:
-        """The balancing policies that were set for stages of a pipeline, also for stages that it does not have now."""
-        return {stage: policy for stage, policy in self._policies.items() if stage.pipeline == pipeline}
-
     def is_evicted(self, instance_uuid: str) -> bool:
         """True if an operator evicted this instance."""
         return instance_uuid in self._evicted

@@ -13,7 +13,7 @@ Compare: TypeAlias = wire.Compare
 """One condition of a transaction: made by ``create_revision_is``, ``mod_revision_is`` or ``value_is``."""
 
 Op: TypeAlias = wire.RequestOp
-"""One operation of a transaction: made by ``op_put``, ``op_get`` or ``op_delete``."""
+"""One operation of a transaction: made by ``op_put``, ``op_get``, ``op_delete`` or ``op_delete_prefix``."""
 
 # Values of Compare.result and Compare.target, and of Event.type (etcd's rpc.proto and kv.proto).
 _EQUAL = 0
@@ -156,6 +156,14 @@ def op_get(key: str) -> Op:
 def op_delete(key: str) -> Op:
     """Delete a key."""
     return wire.RequestOp(request_delete_range=wire.DeleteRangeRequest(key=key.encode()))
+
+
+def op_delete_prefix(prefix: str) -> Op:
+    """Delete all keys that start with ``prefix``, which must not be empty."""
+    if not prefix:
+        raise ValueError("an empty prefix would delete every key")
+    key = prefix.encode()
+    return wire.RequestOp(request_delete_range=wire.DeleteRangeRequest(key=key, range_end=prefix_end(key)))
 
 
 def prefix_end(prefix: bytes) -> bytes:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from omni.v1 import pipeline_service_pb2
+from omnicore.errors import DataLossError
 from omnictl import connect, output
 from omnictl.commands.base import ACTION_FORMATS, Commands, add_output_flag, settings_of
 
@@ -28,7 +30,7 @@ async def _run(args: argparse.Namespace) -> int:
     report = output.Report(args.output)
     async with connect.control_plane(settings_of(args)) as plane:
         for name in args.names:
-            await plane.get_pipeline(name)
+            await _look_up(plane, name)
         try:
             for name in args.names:
                 request = pipeline_service_pb2.DeletePipelineRequest(name=name, request_id=connect.request_id())
@@ -37,3 +39,11 @@ async def _run(args: argparse.Namespace) -> int:
         finally:
             report.end()
     return 0
+
+
+async def _look_up(plane: connect.ControlPlane, name: str) -> None:
+    """Raises ``NotFoundError``. A plan that cannot be read, spoiled by hand say, is there to be deleted."""
+    try:
+        await plane.get_pipeline(name)
+    except DataLossError as error:
+        print(f"note: {error.message}", file=sys.stderr)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from omni.v1 import admin_service_pb2, types_pb2
+import grpc
+import pytest
+
+from omni.v1 import admin_service_pb2, pipeline_service_pb2, types_pb2
 from omni.v1 import registry_service_pb2 as pb
 from tests.integration.control_plane.harness import Cluster, Worker, beating, cluster
+from tests.integration.control_plane.test_admin import refusal
 
 CLUSTER = "/omni/v1/default"
 RECORD = f"{CLUSTER}/replicas/demo/1/0"
@@ -107,3 +111,53 @@ async def test_an_unreadable_lock_of_a_restart_does_not_lock() -> None:
         call = client.admin.RestartStage(admin_service_pb2.RestartStageRequest(stage=stage), timeout=30)
         steps = [step.step async for step in call]
         assert steps[-1] == admin_service_pb2.RESTART_STEP_FINISHED
+
+
+async def test_an_unreadable_plan_is_named_and_can_be_deleted_or_applied_again() -> None:
+    async with cluster() as c:
+        client = await c.start()
+        plan_key = f"{CLUSTER}/pipelines/demo"
+        stage = types_pb2.StageRef(pipeline="demo", stage_id=1)
+        for mend in ("delete", "apply"):
+            await client.apply()
+            await put(c, plan_key, "garbage")
+            _, other = await c.control_plane()  # one that has never read it
+            restart = other.admin.RestartStage(admin_service_pb2.RestartStageRequest(stage=stage), timeout=30)
+            policy = admin_service_pb2.SetBalancingPolicyRequest(stage=stage, policy="random")
+            for call in (
+                other.pipelines.GetPipeline(pipeline_service_pb2.GetPipelineRequest(name="demo")),
+                other.admin.SetBalancingPolicy(policy),
+                other.registry.ListReplicas(pb.ListReplicasRequest(pipeline="demo")),
+                restart.read(),
+            ):
+                error = await refusal(call)
+                assert (error.code, error.reason) == (grpc.StatusCode.DATA_LOSS, "RECORD_UNREADABLE")
+                assert plan_key in error.message
+                assert "apply the pipeline again, or delete it" in error.message
+            if mend == "delete":
+                await other.pipelines.DeletePipeline(pipeline_service_pb2.DeletePipelineRequest(name="demo"))
+                assert await c.etcd_client.get(plan_key) is None
+                error = await refusal(other.pipelines.GetPipeline(pipeline_service_pb2.GetPipelineRequest(name="demo")))
+                assert error.code == grpc.StatusCode.NOT_FOUND
+            else:
+                assert len((await other.apply()).stages) == 2
+
+
+@pytest.mark.parametrize("spoiled", ["garbage", "[]", '{"verb": "CordonReplica", "answer": []}'])
+async def test_a_spoiled_answer_is_named_with_what_to_do(spoiled: str) -> None:
+    async with cluster() as c:
+        client = await c.start()
+        worker = Worker(await client.apply())
+        await worker.register(client)
+        request = admin_service_pb2.CordonReplicaRequest(replica=worker.claim.replica, request_id="c1")
+        await client.admin.CordonReplica(request)
+        (kept,) = (await c.etcd_client.get_prefix(f"{CLUSTER}/admin/requests/")).kvs
+        if spoiled.startswith("{"):
+            spoiled = kept.value.decode().replace('"answer": {', '"answer": 1, "other": {')
+        await put(c, kept.key, spoiled)
+        error = await refusal(client.admin.CordonReplica(request))
+        assert (error.code, error.reason) == (grpc.StatusCode.DATA_LOSS, "RECORD_UNREADABLE")
+        assert kept.key in error.message
+        assert "use a new request id, or delete that key" in error.message
+        await c.etcd_client.delete(kept.key)
+        assert (await client.admin.CordonReplica(request)).replica.cordoned

@@ -121,6 +121,20 @@ def test_errors(cluster: Cli, argv: list[str], code: int, message: str) -> None:
     assert message in done.err
 
 
+async def test_a_plan_that_cannot_be_read_is_named_and_deleted(cluster: Cli) -> None:
+    key = "/omni/v1/default/pipelines/spoiled"
+    async with EtcdClient([cluster.known()["etcd"]]) as client:
+        await client.put(key, b"garbage")
+        described = cluster.run("describe", "pipeline", "spoiled")
+        assert (described.code, described.out) == (1, "")
+        assert key in described.err
+        assert "apply the pipeline again, or delete it" in described.err
+        deleted = cluster.run("delete", "pipeline", "spoiled", "-o", "name")
+        assert (deleted.code, deleted.out) == (0, "spoiled\n")
+        assert deleted.err.startswith("note: the plan in etcd key")
+        assert await client.get(key) is None
+
+
 async def test_etcd_as_etcd_has_it(cluster: Cli) -> None:
     async with EtcdClient([cluster.known()["etcd"]]) as client:
         keys = await client.get_prefix("/omni/v1/default/")
