@@ -9,13 +9,12 @@ What a request was answered is remembered in the same transaction (``answers``).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias, TypeVar
 
-from google.protobuf import duration_pb2
 from google.protobuf.message import Message
 
-from control_plane import codec, states, validate
+from control_plane import codec, drains, states, validate
 from control_plane.answers import Answer, check_request_id, log_fields
 from control_plane.etcd import (
     Compare,
@@ -33,7 +32,7 @@ from control_plane.table import Table
 from omni.v1 import admin_service_pb2 as pb
 from omni.v1 import types_pb2
 from omnicore.durations import to_seconds
-from omnicore.errors import ConflictError, NotFoundError, OmniError
+from omnicore.errors import ConflictError, FailedPreconditionError, NotFoundError, OmniError
 from omnicore.log import get_logger
 
 _log = get_logger(__name__)
@@ -83,21 +82,30 @@ class Admin:
     async def drain(self, request: pb.DrainReplicaRequest) -> pb.DrainReplicaResponse:
         """Mark a replica DRAINING, for good; its next beat is answered with DRAIN."""
         faults = _faults(request)
-        check_deadline(faults, "deadline", request.deadline)
+        validate.duration(faults, "deadline", request.deadline, MAX_DEADLINE_S)
         faults.raise_if_any()
         order = types_pb2.DrainOrder(reason=request.reason[:_MAX_REASON])
         if request.HasField("deadline"):
             order.limit.CopyFrom(request.deadline)
         async with self._answer("DrainReplica", request, pb.DrainReplicaResponse) as answer:
-            return await self._drain(request.replica, order, answer)
+            return await self._drain(request.replica, order, answer, request.request_id)
 
-    async def drain_for_restart(self, ref: types_pb2.ReplicaRef, order: types_pb2.DrainOrder, only_if: Compare) -> None:
+    async def drain_for_restart(
+        self,
+        ref: types_pb2.ReplicaRef,
+        order: types_pb2.DrainOrder,
+        *,
+        request_id: str,
+        only_if: Compare,
+        unless: Callable[[types_pb2.Replica], str],
+    ) -> types_pb2.Replica:
         """Drain the very claim ``ref``, as a step of a restart, unless it drains already. Raises ``ConflictError`` if
-        it is another one's now, or ``only_if`` does not hold."""
+        it is another one's now, or ``only_if`` does not hold; ``FailedPreconditionError`` if ``unless`` says why not.
+        """
         request = pb.DrainReplicaRequest(replica=ref)
         kind = pb.DrainReplicaResponse
         async with Answer(self._client, self._keys, "", "", request, kind, only_if=[only_if]) as answer:
-            await self._drain(ref, order, answer)
+            return (await self._drain(ref, order, answer, request_id, unless)).replica
 
     async def evict(self, request: pb.EvictReplicaRequest) -> pb.EvictReplicaResponse:
         """Remove a claim now and keep its instance away."""
@@ -138,9 +146,16 @@ class Admin:
         raise _contended(request.replica)
 
     async def _drain(
-        self, ref: types_pb2.ReplicaRef, order: types_pb2.DrainOrder, answer: Answer[pb.DrainReplicaResponse]
+        self,
+        ref: types_pb2.ReplicaRef,
+        order: types_pb2.DrainOrder,
+        answer: Answer[pb.DrainReplicaResponse],
+        request_id: str,
+        unless: Callable[[types_pb2.Replica], str] = lambda _: "",
     ) -> pb.DrainReplicaResponse:
         def mutate(record: types_pb2.Replica) -> None:
+            if why := unless(record):
+                raise FailedPreconditionError(why, reason="LEFT_ALONE")
             if record.state == states.DRAINING and order.restart:
                 return  # it leaves already, as somebody wanted it
             limit = order.limit if order.HasField("limit") else record.drain.limit
@@ -161,10 +176,11 @@ class Admin:
                 return known
             target = self._target(ref, kv)
             also: list[Op] = []
-            if target.replica.state != states.DRAINING:
+            again = target.replica.state == states.DRAINING and not target.replica.drain.restart
+            if order.restart or not again:
                 life_s = AWAY_S + int(to_seconds(order.limit))
                 lease_id = lease_id or (await self._client.grant_lease(life_s)).lease_id
-                note = codec.encode_note(replica=str(target.key), epoch=str(target.epoch), reason=order.reason)
+                note = drains.encode(target.key, target.epoch, order, request_id)
                 also.append(op_put(self._keys.drain(target.replica.instance_uuid), note, lease_id))
             response = await self._update(target, mutate, also, answer)
             if response is not None:
@@ -278,13 +294,6 @@ class Admin:
 
 def _with_replica(kind: type[_Response], record: types_pb2.Replica) -> _Response:
     return kind(replica=record)
-
-
-def check_deadline(faults: validate.Faults, field: str, duration: duration_pb2.Duration) -> None:
-    """How long a drain may take."""
-    seconds = to_seconds(duration)
-    if not 0 <= seconds <= MAX_DEADLINE_S:
-        faults.add(field, f"must be 0 to {MAX_DEADLINE_S:g} s, got {seconds:g} s")
 
 
 def _faults(request: _Verb) -> validate.Faults:

@@ -8,7 +8,6 @@ every replica, and that each one answers and is the instance that the registry m
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 from typing import Final
 
@@ -92,8 +91,7 @@ def _check(request: pb.CollectiveRpcRequest) -> float:
     timeout_s = DEFAULT_TIMEOUT_S
     if request.HasField("timeout"):
         timeout_s = to_seconds(request.timeout)
-        if not math.isfinite(timeout_s) or not 0 < timeout_s <= MAX_TIMEOUT_S:
-            faults.add("timeout", f"must be above 0 and at most {MAX_TIMEOUT_S:g} s, got {timeout_s:g} s")
+        validate.duration(faults, "timeout", request.timeout, MAX_TIMEOUT_S, above_0=True)
     if len(request.stage_ids) > 1000:
         faults.add("stage_ids", "at most 1000")
     check_request_id(faults, request.request_id)

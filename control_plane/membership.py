@@ -371,6 +371,7 @@ def _record(request: pb.RegisterRequest, key: ReplicaKey, *, cordoned: bool) -> 
         placement=request.placement,
         fingerprint=request.fingerprint,
         engine=request.engine,
+        drain_limit=request.drain_limit if request.HasField("drain_limit") else None,
     )
     record.register_time.FromDatetime(datetime.datetime.now(datetime.UTC).replace(microsecond=0))
     return record

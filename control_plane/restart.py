@@ -2,10 +2,12 @@
 
 What a step waits for is what the table shows: the claim gone, then another instance READY under the same id. So it
 works whichever control planes the workers beat at, and whoever starts them again. One restart of a stage runs at a
-time: a key in etcd says so, under a lease that lives as long as the call.
+time (``restart_lock``). What a call leaves behind for its repeats is in etcd: when the request was first made, which
+tells what is older and still to be restarted, and a note about each replica that it drained.
 
-Guarantees: no more than ``max_unavailable`` replicas are away because of this; after a failure nothing further is
-begun. Not guaranteed: that a launcher starts anything; a replica that does not come back is the failure.
+Guarantees: no more than ``max_unavailable`` replicas are away because of this, repeats of a request included; no
+replica is restarted twice by one request; after a failure nothing further is begun. Not guaranteed: that a launcher
+starts anything; a replica that does not come back is the failure.
 """
 
 from __future__ import annotations
@@ -14,42 +16,36 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Final
 
-from control_plane import codec, states, validate
-from control_plane.admin import MAX_DEADLINE_S, Admin, check_deadline
+from control_plane import codec, drains, states, validate
+from control_plane.admin import MAX_DEADLINE_S, Admin
 from control_plane.answers import Answer, check_request_id, log_fields
-from control_plane.etcd import (
-    EtcdClient,
-    KeyValue,
-    LeaseLost,
-    WriteOutcomeUnknown,
-    create_revision_is,
-    mod_revision_is,
-    op_get,
-    op_put,
-)
+from control_plane.etcd import EtcdClient, WriteOutcomeUnknown
 from control_plane.keys import StageKey
 from control_plane.plans import find_stage, require_revision
-from control_plane.records import found
+from control_plane.restart_lock import RestartLock
 from control_plane.table import Change, ReplicaRow, Table
 from omni.v1 import admin_service_pb2 as pb
 from omni.v1 import types_pb2
 from omnicore.clock import SYSTEM_CLOCK, Clock
 from omnicore.durations import to_seconds
-from omnicore.errors import ConflictError, DeadlineExceededError, NotFoundError, OmniError, UnavailableError
+from omnicore.errors import (
+    ConflictError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    NotFoundError,
+    OmniError,
+    UnavailableError,
+)
 from omnicore.log import get_logger
 
 _log = get_logger(__name__)
 
 READY_TIMEOUT_S: Final = 600.0
-# Beyond its deadline a worker needs a beat to hear of it and a moment to close.
+# Beyond its limit a worker needs a beat to hear of it, time to cut off what still runs, and some to close its engine.
 _LEAVE_MARGIN_S: Final = 60.0
-# Without a deadline the worker's own limit holds, which is not known here; the default is 30 s.
-_LEAVE_TIMEOUT_S: Final = 3600.0
-_LOCK_TTL_S: Final = 15
-_LOCK_CHECK_S: Final = 2.0
 _RESUMABLE_S: Final = 86_400  # a restart of many replicas takes hours
 _MAX_UNAVAILABLE: Final = 10_000
 
@@ -60,10 +56,11 @@ class _Run:
 
     request: pb.RestartStageRequest
     stage: StageKey
+    lock: RestartLock
     rows: list[ReplicaRow]
-    lease_id: int
-    """Of the lock."""
-    locked_at: int
+    """To be restarted."""
+    away: list[ReplicaRow]
+    """Drained by an earlier try of this request, and not back yet; with no more in the record than is known of them."""
     steps: collections.deque[pb.RestartStageResponse] = dataclasses.field(default_factory=collections.deque)
     """Not told yet."""
     news: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
@@ -95,12 +92,14 @@ class Restarts:
         self._table.require_loaded()
         stage = validate.stage_key(request.stage)
         await find_stage(self._client, self._table, stage)
-        async with self._lock(stage, request) as (lease_id, locked_at):
-            since = await self._since(request, locked_at)
+        async with RestartLock(self._client, self._table.keys, stage, request.request_id, request.reason) as lock:
+            # Whoever registered before is in the table then.
+            await require_revision(self._table, lock.locked_at)
+            since = await self._since(request, lock.locked_at)
             rows = [row for row in self._table.stage_rows(stage) if row.epoch <= since]
             # The sick ones first: if they do not come back, no healthy one has been touched.
             rows.sort(key=lambda row: (states.is_routable(row.replica), row.key.replica_id))
-            run = _Run(request, stage, rows, lease_id, locked_at)
+            run = _Run(request, stage, lock, rows, await self._away(request, stage))
             _log.info(
                 "stage restarts",
                 stage=stage,
@@ -108,38 +107,44 @@ class Restarts:
                 reason=request.reason[:200],
                 **log_fields(request.request_id),
             )
-            conductor = asyncio.create_task(self._conduct(run), name=f"restart {stage}")
-            ends: set[asyncio.Task[None]] = {
-                asyncio.create_task(self._keep(run), name="restart-lock"),
-                asyncio.create_task(self._stopping(), name="restart-stop"),
-            }
-            try:
-                async with contextlib.aclosing(_until_done(run, conductor, ends)) as steps:
-                    async for step in steps:
-                        yield step
-                if run.failure is not None:
-                    raise run.failure
-                yield self._step(run, pb.RESTART_STEP_FINISHED)
-            finally:
-                for task in (conductor, *ends):
-                    task.cancel()
-                await asyncio.wait({conductor, *ends})
+            async with contextlib.aclosing(self._run(run)) as steps:
+                async for step in steps:
+                    yield step
+
+    async def _run(self, run: _Run) -> AsyncGenerator[pb.RestartStageResponse, None]:
+        conductor = asyncio.create_task(self._conduct(run), name=f"restart {run.stage}")
+        ends: set[asyncio.Task[None]] = {
+            asyncio.create_task(run.lock.keep(), name="restart-lock"),
+            asyncio.create_task(self._stopping(), name="restart-stop"),
+        }
+        try:
+            async with contextlib.aclosing(_until_done(run, conductor, ends)) as steps:
+                async for step in steps:
+                    yield step
+            if run.failure is not None:
+                raise run.failure
+            yield self._step(run, pb.RESTART_STEP_FINISHED)
+        finally:
+            for task in (conductor, *ends):
+                task.cancel()
+            await asyncio.wait({conductor, *ends})
 
     # ---- the plan
 
     async def _conduct(self, run: _Run) -> None:
-        left_alone = {row.key: why for row in run.rows if (why := _left_alone(row))}
-        run.total = len(run.rows) - len(left_alone)
-        self._tell(run, pb.RESTART_STEP_PLANNED, detail=f"{run.total} of {len(run.rows)} replicas")
+        left_alone = {row.key: why for row in run.rows if (why := _left_alone(row.replica))}
+        run.total = len(run.rows) - len(left_alone) + len(run.away)
+        away = f", {len(run.away)} of them away already" if run.away else ""
+        planned = f"{run.total} of {len(run.rows) + len(run.away)} replicas{away}"
+        self._tell(run, pb.RESTART_STEP_PLANNED, detail=planned)
         for row in run.rows:
             if row.key in left_alone:
                 self._tell(run, pb.RESTART_STEP_SKIPPED, row, left_alone[row.key])
         places = asyncio.Semaphore(run.request.max_unavailable or 1)
 
-        async def one(row: ReplicaRow) -> None:
+        async def one(step: Callable[[_Run, ReplicaRow], Awaitable[None]], row: ReplicaRow) -> None:
             try:
-                if run.failure is None:
-                    await self._one(run, row)
+                await step(run, row)
             except OmniError as error:
                 run.failure = run.failure or error
                 self._tell(run, pb.RESTART_STEP_FAILED, row, error.message)
@@ -147,52 +152,86 @@ class Restarts:
                 places.release()
 
         async with asyncio.TaskGroup() as tasks:
-            for row in run.rows:
+            # Those that are away take their places first.
+            todo = [(self._await_first, row) for row in run.away]
+            todo += [(self._restart_one, row) for row in run.rows if row.key not in left_alone]
+            for step, row in todo:
                 await places.acquire()
                 if run.failure is not None:
                     return
-                if row.key in left_alone:
-                    places.release()
-                else:
-                    tasks.create_task(one(row), name=f"restart {row.key}")
+                tasks.create_task(one(step, row), name=f"restart {row.key}")
 
-    async def _one(self, run: _Run, row: ReplicaRow) -> None:
+    async def _restart_one(self, run: _Run, row: ReplicaRow) -> None:
         request, began_s = run.request, self._clock.monotonic()
         order = types_pb2.DrainOrder(restart=True, reason=request.reason or "rolling restart")
         if request.HasField("drain_deadline"):
             order.limit.CopyFrom(request.drain_deadline)
         try:
             # Fenced: once a repeat has taken over, nothing of ours has an effect any more.
-            fence = mod_revision_is(self._table.keys.restart(run.stage), run.locked_at)
-            await self._verbs.drain_for_restart(row.replica.ref, order, fence)
+            record = await self._verbs.drain_for_restart(
+                row.replica.ref, order, request_id=request.request_id, only_if=run.lock.fence, unless=_left_alone
+            )
+        except FailedPreconditionError as error:
+            self._skip(run, row, error.message)
+            return
         except (NotFoundError, ConflictError):
-            await self._check_lock(run)
+            await run.lock.check()
+            note = await self._drain_note(row)
+            if note is not None and note.for_restart and note.request_id == request.request_id:
+                await self._await_first(run, row)  # the try before drained it, and it left a moment ago
+                return
             # It left on its own since the plan was made: what it was has gone, and somebody starts it or does not.
-            run.total -= 1
-            self._tell(run, pb.RESTART_STEP_SKIPPED, row, "it left meanwhile")
+            self._skip(run, row, "it left meanwhile")
             return
         self._tell(run, pb.RESTART_STEP_DRAINING, row)
-        limit_s = _LEAVE_TIMEOUT_S
-        if request.HasField("drain_deadline"):
-            limit_s = to_seconds(request.drain_deadline) + _LEAVE_MARGIN_S
-        await self._until(lambda: not self._holds(row), limit_s, _not_left(row, limit_s))
-        left_s = self._clock.monotonic()
-        self._tell(run, pb.RESTART_STEP_LEFT, row, f"after {left_s - began_s:.1f} s")
-        ready_s = to_seconds(request.ready_timeout) or READY_TIMEOUT_S
+        limit_s = drains.limit_s(record) + _LEAVE_MARGIN_S
+        await self._until(lambda: not self._restarts(row), limit_s, _not_left(row, limit_s))
+        if why := await self._gone_for_good(row):
+            self._skip(run, row, why)
+            return
+        self._tell(run, pb.RESTART_STEP_LEFT, row, f"after {self._clock.monotonic() - began_s:.1f} s")
+        await self._await_back(run, row, began_s)
+
+    async def _await_first(self, run: _Run, row: ReplicaRow) -> None:
+        self._tell(run, pb.RESTART_STEP_LEFT, row, "in an earlier try of this request")
+        await self._await_back(run, row, self._clock.monotonic())
+
+    async def _await_back(self, run: _Run, row: ReplicaRow, began_s: float) -> None:
+        ready_s = to_seconds(run.request.ready_timeout) or READY_TIMEOUT_S
         try:
             await self._until(lambda: self._successor(row) is not None, ready_s, None)
         except TimeoutError:
             raise self._not_back(row, ready_s) from None
-        successor = self._successor(row)
         run.done += 1
         detail = f"after {self._clock.monotonic() - began_s:.1f} s"
-        self._tell(run, pb.RESTART_STEP_READY, row, detail, successor)
+        self._tell(run, pb.RESTART_STEP_READY, row, detail, self._successor(row))
+
+    def _skip(self, run: _Run, row: ReplicaRow, why: str) -> None:
+        run.total -= 1
+        self._tell(run, pb.RESTART_STEP_SKIPPED, row, why)
 
     # ---- what the table shows
 
-    def _holds(self, row: ReplicaRow) -> bool:
+    def _restarts(self, row: ReplicaRow) -> bool:
+        """Whether it is there still, on its way to its restart."""
         now = self._table.replica(row.key)
-        return now is not None and now.replica.instance_uuid == row.replica.instance_uuid
+        return (
+            now is not None
+            and now.replica.instance_uuid == row.replica.instance_uuid
+            # A table that has not heard of the drain yet shows another state.
+            and (now.replica.drain.restart or now.replica.state != states.DRAINING)
+        )
+
+    async def _gone_for_good(self, row: ReplicaRow) -> str:
+        """Why nobody is to take the place of one that was on its way to its restart; empty if somebody is."""
+        if await self._client.get(self._table.keys.eviction(row.replica.instance_uuid)) is not None:
+            return "it was evicted meanwhile"
+        note = await self._drain_note(row)
+        return "" if note is None or note.for_restart else "it was drained for good meanwhile"
+
+    async def _drain_note(self, row: ReplicaRow) -> drains.DrainNote | None:
+        kv = await self._client.get(self._table.keys.drain(row.replica.instance_uuid))
+        return None if kv is None else drains.decode(self._table.keys, kv)
 
     def _successor(self, row: ReplicaRow) -> ReplicaRow | None:
         now = self._table.replica(row.key)
@@ -283,67 +322,24 @@ class Restarts:
                     if result.succeeded:
                         return result.revision
 
-    @contextlib.asynccontextmanager
-    async def _lock(self, stage: StageKey, request: pb.RestartStageRequest) -> AsyncIterator[tuple[int, int]]:
-        """Hold the stage, by a lease that ``_keep`` must keep meanwhile. Gives that, and the revision since when."""
-        path = self._table.keys.restart(stage)
-        lease = await self._client.grant_lease(_LOCK_TTL_S)
-        try:
-            note = codec.encode_note(request_id=request.request_id, reason=request.reason[:1000])
-            locked_at = await self._take_lock(stage, path, note, lease.lease_id, request.request_id)
-            # Whoever registered before is in the table then.
-            await require_revision(self._table, locked_at)
-            yield lease.lease_id, locked_at
-        finally:
-            try:
-                await self._client.revoke_lease(lease.lease_id)
-            except OmniError as error:
-                _log.warning("lease left to run out", lease=f"{lease.lease_id:x}", error=error)
-
-    async def _take_lock(self, stage: StageKey, path: str, note: bytes, lease_id: int, request_id: str) -> int:
-        """Take the lock, also from an earlier call of the same request: its control plane may have died with it."""
-        condition = create_revision_is(path, 0)
-        while True:
-            try:
-                result = await self._client.txn([condition], [op_put(path, note, lease_id)], [op_get(path)])
-            except WriteOutcomeUnknown:
+    async def _away(self, request: pb.RestartStageRequest, stage: StageKey) -> list[ReplicaRow]:
+        """Who was drained by an earlier try of this request and has no successor that is READY."""
+        if not request.request_id:
+            return []
+        keys, away = self._table.keys, []
+        for kv in (await self._client.get_prefix(keys.drains)).kvs:
+            note = drains.decode(keys, kv)
+            ours = note is not None and note.for_restart and note.request_id == request.request_id
+            if note is None or not ours or note.key.stage != stage:
                 continue
-            holder = None if result.succeeded else found(result)
-            if result.succeeded or (holder is not None and holder.lease_id == lease_id):
-                return result.revision if holder is None else holder.mod_revision
-            if holder is None:
-                condition = create_revision_is(path, 0)
-            elif _is_of(holder, request_id):
-                condition = mod_revision_is(path, holder.mod_revision)
-            else:
-                text = validate.shown(holder.value.decode(errors="replace"), 300)
-                raise ConflictError(
-                    f"stage {stage} is being restarted: {text}", reason="RESTART_RUNS", metadata={"stage": stage}
-                )
-
-    async def _check_lock(self, run: _Run) -> None:
-        holder = await self._client.get(self._table.keys.restart(run.stage))
-        if holder is None or holder.lease_id != run.lease_id:
-            raise ConflictError(
-                f"a repeat of this request has taken over the restart of stage {run.stage}",
-                reason="RESTART_TAKEN_OVER",
-                metadata={"stage": run.stage},
-            )
-
-    async def _keep(self, run: _Run) -> None:
-        while True:
-            await asyncio.sleep(_LOCK_CHECK_S)
-            try:
-                await self._client.refresh_lease(run.lease_id)
-                await self._check_lock(run)
-            except LeaseLost:
-                raise UnavailableError(
-                    f"etcd was away for too long: another restart of stage {run.stage} may have begun; "
-                    "repeat with the same request id to go on",
-                    reason="RESTART_LOCK_LOST",
-                ) from None
-            except UnavailableError as error:
-                _log.warning("lock of a restart not refreshed", stage=run.stage, error=error)
+            ref = codec.replica_ref(note.key, note.epoch)
+            row = ReplicaRow(note.key, types_pb2.Replica(ref=ref, instance_uuid=note.instance_uuid), kv.mod_revision, 0)
+            now = self._table.replica(note.key)
+            # One that still drains is in the plan.
+            there = now is not None and now.replica.instance_uuid == note.instance_uuid
+            if not there and self._successor(row) is None and not self._table.is_evicted(note.instance_uuid):
+                away.append(row)
+        return away
 
     async def _stopping(self) -> None:
         await self._closed.wait()
@@ -374,19 +370,8 @@ async def _until_done(
             news.cancel()
 
 
-def _is_of(holder: KeyValue, request_id: str) -> bool:
-    """Whether a lock is to be taken over by this request: it is its own, or what a hand has left in its place."""
-    try:
-        of = codec.decode_note(holder.value).get("request_id")
-    except codec.RecordError as error:
-        _log.warning("unreadable lock of a restart is replaced", key=holder.key, error=error)
-        return True
-    return bool(request_id) and of == request_id
-
-
-def _left_alone(row: ReplicaRow) -> str:
+def _left_alone(replica: types_pb2.Replica) -> str:
     """Why a replica is not restarted; empty if it is."""
-    replica = row.replica
     if replica.cordoned:
         return "it is cordoned, which a new process would not be: uncordon it first"
     if replica.state == states.DRAINING and not replica.drain.restart:
@@ -407,9 +392,8 @@ def _check(request: pb.RestartStageRequest) -> None:
     validate.stage_ref(faults, "stage", request.stage, present=request.HasField("stage"))
     if request.max_unavailable > _MAX_UNAVAILABLE:
         faults.add("max_unavailable", f"must be 0 to {_MAX_UNAVAILABLE}, got {request.max_unavailable}")
-    check_deadline(faults, "drain_deadline", request.drain_deadline)
-    ready_s = to_seconds(request.ready_timeout)
-    if request.HasField("ready_timeout") and not 0 < ready_s <= MAX_DEADLINE_S:
-        faults.add("ready_timeout", f"must be above 0 and at most {MAX_DEADLINE_S:g} s, got {ready_s:g} s")
+    validate.duration(faults, "drain_deadline", request.drain_deadline, MAX_DEADLINE_S)
+    if request.HasField("ready_timeout"):
+        validate.duration(faults, "ready_timeout", request.ready_timeout, MAX_DEADLINE_S, above_0=True)
     check_request_id(faults, request.request_id)
     faults.raise_if_any()

@@ -11,15 +11,19 @@ import re
 from collections.abc import Iterable
 from typing import Final
 
+from google.protobuf import duration_pb2
+
 from control_plane import states
 from control_plane.keys import NAME_RULE, ReplicaKey, StageKey, is_name, is_uuid
 from omni.v1 import registry_service_pb2 as registry_pb
 from omni.v1 import types_pb2
+from omnicore.durations import to_seconds
 from omnicore.errors import FieldViolation, InvalidRequestError
 
 MAX_TEXT_LENGTH: Final = 1024  # model paths, host names, device ids
 MAX_ITEMS: Final = 64  # connectors or devices of one replica
 MAX_COUNT: Final = 1_000_000  # requests or transfers at one replica; anything above is a broken counter
+MAX_LIMIT_S: Final = 366 * 86_400.0
 MAX_POOL_BYTES: Final = 1 << 50  # a pebibyte on one host: a number below zero that was taken for one above
 # Errors travel in HTTP/2 trailers, where peers may refuse more than 8 KiB (gRPC's default).
 MAX_VIOLATIONS: Final = 16
@@ -142,6 +146,7 @@ def register_request(request: registry_pb.RegisterRequest) -> None:
     if request.state not in (states.STARTING, states.READY):
         faults.add("state", f"must be STARTING or READY, got {states.name(request.state)}")
     faults.short("engine", request.engine)
+    duration(faults, "drain_limit", request.drain_limit, MAX_LIMIT_S)
     _fingerprint(faults, request)
     connectors(faults, request.connectors)
     placement = request.placement
@@ -153,6 +158,14 @@ def register_request(request: registry_pb.RegisterRequest) -> None:
     for i, device in enumerate(placement.devices[:MAX_ITEMS]):
         faults.short(f"placement.devices[{i}]", device, required=True)
     faults.raise_if_any()
+
+
+def duration(faults: Faults, field: str, value: duration_pb2.Duration, most_s: float, *, above_0: bool = False) -> None:
+    """A length of time from 0 to ``most_s`` seconds; one that is not set is 0."""
+    seconds = to_seconds(value)
+    if not 0 <= value.nanos < 1_000_000_000 or not 0 <= seconds <= most_s or (above_0 and not seconds):
+        wanted = f"above 0 and at most {most_s:g} s" if above_0 else f"0 to {most_s:g} s"
+        faults.add(field, f"must be {wanted}, got {seconds:g} s")
 
 
 def _fingerprint(faults: Faults, request: registry_pb.RegisterRequest) -> None:

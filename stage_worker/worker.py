@@ -25,6 +25,7 @@ from omni.v1 import registry_service_pb2 as registry_pb
 from omnicore import protocol, rpc
 from omnicore.clock import SYSTEM_CLOCK, Clock
 from omnicore.config import join_host_port
+from omnicore.durations import to_duration
 from omnicore.errors import InternalError, OmniError, UnavailableError
 from omnicore.log import get_logger
 from omnicore.security import Security
@@ -52,6 +53,7 @@ SERVICE_NAMES = ("omni.v1.StageService", "omni.v1.TransferService")
 ENGINE_CLOSE_TIMEOUT_S = 20.0
 """An engine that hangs does not close; the process must end all the same."""
 _SWEEP_S = 0.5
+_MAX_DRAIN_LIMIT_S = 365 * 86_400.0  # longer ones are as good as none, and no message need hold them
 _STOP_GRACE_S = 1.0  # for the last frames to leave
 
 
@@ -114,6 +116,7 @@ class Worker:
         self.parts.calls.refusal = UnavailableError("this replica is still loading", reason="STARTING")
         self.load = LoadSource(engine, connectors.usage, lambda: len(self.parts.calls), self.parts.progress)
         self.sessions = SessionSet()
+        self._drain_limit = to_duration(min(config.drain_timeout_s, _MAX_DRAIN_LIMIT_S))
         self.drain = Drain(self.parts.calls, self.parts.flows, self.sessions, clock, limit_s=config.drain_timeout_s)
         self.registrar = Registrar(
             client,
@@ -277,6 +280,7 @@ class Worker:
             placement=registration.placement,
             fingerprint=registration.fingerprint,
             engine=registration.engine,
+            drain_limit=registration.drain_limit,
         )
 
     def _registration(self) -> registry_pb.RegisterRequest:
@@ -295,6 +299,7 @@ class Worker:
             connectors=self.parts.connectors.offers(),
             placement=self._placement,
             engine=stage.engine,
+            drain_limit=self._drain_limit,
         )
 
     def _on_calls_changed(self) -> None:

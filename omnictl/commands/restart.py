@@ -32,7 +32,9 @@ def add(commands: Commands) -> None:
         ),
         notes=(
             "Each replica is drained, its launcher starts a new process, and once that is READY under the same id the\n"
-            "next one's turn comes. If one does not come back in time, the rest is left alone and the exit code is 6.\n"
+            "next one's turn comes. If one has not left a minute after its deadline, or is not back in time, the\n"
+            "rest is left alone and the exit code is 6. Replicas that are cordoned, drained for good or evicted\n"
+            "before or in their turn are left alone, without an error.\n"
             "Ctrl-C ends the command after the replicas that are under way; those finish by themselves."
         ),
     )
@@ -40,7 +42,9 @@ def add(commands: Commands) -> None:
     parser.completes["stage"] = "stage"
     parser.add_argument("--max-unavailable", metavar="N", default="1", help="replicas that may be away at a time")
     parser.add_argument(
-        "--deadline", metavar="DURATION", help="requests may take this long (default: the worker's own limit)"
+        "--deadline",
+        metavar="DURATION",
+        help="requests may take this long (default: the worker's own limit, 30s unless it was started with another)",
     )
     parser.add_argument("--ready-timeout", metavar="DURATION", help="for a new process to become READY (default 10m)")
     parser.add_argument("--reason", metavar="TEXT", default="", help="for the logs")

@@ -29,6 +29,9 @@ class Launched:
         self.worker = Worker(plan)
         self.comes_back = asyncio.Event()
         self.comes_back.set()
+        self.may_leave = asyncio.Event()
+        """Not set: what runs on it takes its time."""
+        self.may_leave.set()
         self.starts = 0
         """Registrations, of one instance after the other."""
         self.ends: list[types_pb2.DrainOrder] = []
@@ -43,6 +46,8 @@ class Launched:
             preferred = self.worker.replica_id
             async with beating(self.worker, *self._clients):
                 await until(self._told_to_leave, "drain", 60)
+                self.worker.state = types_pb2.REPLICA_STATE_DRAINING
+                await self.may_leave.wait()
             self.ends.append(self.worker.answers[-1].drain)
             await self._clients[-1].registry.Deregister(
                 registry_pb.DeregisterRequest(replica=self.worker.claim.replica, lease_id=self.worker.claim.lease_id)
@@ -54,7 +59,8 @@ class Launched:
 
     def _told_to_leave(self) -> bool:
         answers = self.worker.answers
-        return bool(answers) and answers[-1].directive == registry_pb.HEARTBEAT_DIRECTIVE_DRAIN
+        leave = (registry_pb.HEARTBEAT_DIRECTIVE_DRAIN, registry_pb.HEARTBEAT_DIRECTIVE_STOP)
+        return bool(answers) and answers[-1].directive in leave
 
 
 @contextlib.asynccontextmanager
@@ -232,11 +238,13 @@ async def test_a_repeat_takes_over_while_the_first_call_still_holds_the_stage() 
             await first.done()
             assert first.error is not None
             assert (first.error.code, first.error.reason) == (grpc.StatusCode.ABORTED, "RESTART_TAKEN_OVER")
-            assert [len(worker.ends) for worker in workers] in ([1, 0], [1, 1]), "each is restarted once"
+            await until(lambda: "LEFT 0" in repeat.told, "it awaits who is away")
+            assert [len(worker.ends) for worker in workers] == [1, 0], "one at a time"
             workers[0].comes_back.set()
             await repeat.done()
             assert repeat.error is None
-            assert repeat.told == ["PLANNED", *steps_of(1), "FINISHED"]
+            assert repeat.told == ["PLANNED", "LEFT 0", "READY 0", *steps_of(1), "FINISHED"]
+            assert [(step.done, step.total) for step in repeat.steps][-1] == (2, 2)
             assert [len(worker.ends) for worker in workers] == [1, 1]
 
 

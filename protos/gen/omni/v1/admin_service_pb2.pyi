@@ -387,7 +387,9 @@ class RestartStageRequest(_message.Message):
 
     @_builtins.property
     def drain_deadline(self) -> _duration_pb2.Duration:
-        """What runs on a replica may take this long, 0 to 24 h; unset takes the worker's own limit."""
+        """What runs on a replica may take this long, 0 to 24 h; unset takes the worker's own limit (30 s unless it was started
+        with another one, which it registers). A replica that has not left a minute after that fails the restart.
+        """
 
     @_builtins.property
     def ready_timeout(self) -> _duration_pb2.Duration:

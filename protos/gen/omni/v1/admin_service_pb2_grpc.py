@@ -141,13 +141,14 @@ class AdminServiceServicer:
     def RestartStage(self, request, context):
         """RestartStage restarts the replicas of a stage, one after the other: each is drained, its launcher starts a new
         process (see DrainOrder.restart), and once that is READY under the same replica id the next one's turn comes.
-        Replicas that are not routable come first. Those that register meanwhile, and cordoned ones, are left alone.
+        Replicas that are not routable come first. Those that register meanwhile are left alone, and so are those that are
+        cordoned, drained for good or evicted before their turn or in it.
         Progress is streamed; the work goes on only while the call lasts, and ending the call leaves what was begun. If a
         replica does not come back in time, a FAILED message says so and the stream ends with DEADLINE_EXCEEDED
         [RESTART_NOT_BACK]: the rest of the stage is not touched. NOT_FOUND for an unknown stage; ABORTED while another
         restart of the stage runs [RESTART_RUNS]; UNAVAILABLE if this control plane stops meanwhile. A repeat with the same
-        request_id goes on where the first call ended; one that still runs, unseen by its client, ends with ABORTED
-        [RESTART_TAKEN_OVER].
+        request_id goes on where the first call ended, and first awaits who has left and is not back; one that still runs,
+        unseen by its client, ends with ABORTED [RESTART_TAKEN_OVER].
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -66,13 +66,14 @@ class AdminServiceStub:
     RestartStage: _grpc.UnaryStreamMultiCallable[_admin_service_pb2.RestartStageRequest, _admin_service_pb2.RestartStageResponse]
     """RestartStage restarts the replicas of a stage, one after the other: each is drained, its launcher starts a new
     process (see DrainOrder.restart), and once that is READY under the same replica id the next one's turn comes.
-    Replicas that are not routable come first. Those that register meanwhile, and cordoned ones, are left alone.
+    Replicas that are not routable come first. Those that register meanwhile are left alone, and so are those that are
+    cordoned, drained for good or evicted before their turn or in it.
     Progress is streamed; the work goes on only while the call lasts, and ending the call leaves what was begun. If a
     replica does not come back in time, a FAILED message says so and the stream ends with DEADLINE_EXCEEDED
     [RESTART_NOT_BACK]: the rest of the stage is not touched. NOT_FOUND for an unknown stage; ABORTED while another
     restart of the stage runs [RESTART_RUNS]; UNAVAILABLE if this control plane stops meanwhile. A repeat with the same
-    request_id goes on where the first call ended; one that still runs, unseen by its client, ends with ABORTED
-    [RESTART_TAKEN_OVER].
+    request_id goes on where the first call ended, and first awaits who has left and is not back; one that still runs,
+    unseen by its client, ends with ABORTED [RESTART_TAKEN_OVER].
     """
     CollectiveRpc: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.CollectiveRpcRequest, _admin_service_pb2.CollectiveRpcResponse]
     """CollectiveRpc runs one engine method on every replica of the given logical stages, in parallel. The whole
@@ -122,13 +123,14 @@ class AdminServiceAsyncStub(AdminServiceStub):
     RestartStage: _aio.UnaryStreamMultiCallable[_admin_service_pb2.RestartStageRequest, _admin_service_pb2.RestartStageResponse]  # type: ignore[assignment]
     """RestartStage restarts the replicas of a stage, one after the other: each is drained, its launcher starts a new
     process (see DrainOrder.restart), and once that is READY under the same replica id the next one's turn comes.
-    Replicas that are not routable come first. Those that register meanwhile, and cordoned ones, are left alone.
+    Replicas that are not routable come first. Those that register meanwhile are left alone, and so are those that are
+    cordoned, drained for good or evicted before their turn or in it.
     Progress is streamed; the work goes on only while the call lasts, and ending the call leaves what was begun. If a
     replica does not come back in time, a FAILED message says so and the stream ends with DEADLINE_EXCEEDED
     [RESTART_NOT_BACK]: the rest of the stage is not touched. NOT_FOUND for an unknown stage; ABORTED while another
     restart of the stage runs [RESTART_RUNS]; UNAVAILABLE if this control plane stops meanwhile. A repeat with the same
-    request_id goes on where the first call ended; one that still runs, unseen by its client, ends with ABORTED
-    [RESTART_TAKEN_OVER].
+    request_id goes on where the first call ended, and first awaits who has left and is not back; one that still runs,
+    unseen by its client, ends with ABORTED [RESTART_TAKEN_OVER].
     """
     CollectiveRpc: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.CollectiveRpcRequest, _admin_service_pb2.CollectiveRpcResponse]  # type: ignore[assignment]
     """CollectiveRpc runs one engine method on every replica of the given logical stages, in parallel. The whole
@@ -211,13 +213,14 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_admin_service_pb2.RestartStageResponse], _abc.AsyncIterator[_admin_service_pb2.RestartStageResponse]]:
         """RestartStage restarts the replicas of a stage, one after the other: each is drained, its launcher starts a new
         process (see DrainOrder.restart), and once that is READY under the same replica id the next one's turn comes.
-        Replicas that are not routable come first. Those that register meanwhile, and cordoned ones, are left alone.
+        Replicas that are not routable come first. Those that register meanwhile are left alone, and so are those that are
+        cordoned, drained for good or evicted before their turn or in it.
         Progress is streamed; the work goes on only while the call lasts, and ending the call leaves what was begun. If a
         replica does not come back in time, a FAILED message says so and the stream ends with DEADLINE_EXCEEDED
         [RESTART_NOT_BACK]: the rest of the stage is not touched. NOT_FOUND for an unknown stage; ABORTED while another
         restart of the stage runs [RESTART_RUNS]; UNAVAILABLE if this control plane stops meanwhile. A repeat with the same
-        request_id goes on where the first call ended; one that still runs, unseen by its client, ends with ABORTED
-        [RESTART_TAKEN_OVER].
+        request_id goes on where the first call ended, and first awaits who has left and is not back; one that still runs,
+        unseen by its client, ends with ABORTED [RESTART_TAKEN_OVER].
         """
 
     @_abc_1.abstractmethod

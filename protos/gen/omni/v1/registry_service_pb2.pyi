@@ -72,6 +72,7 @@ class RegisterRequest(_message.Message):
     PLACEMENT_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
+    DRAIN_LIMIT_FIELD_NUMBER: _builtins.int
     instance_uuid: _builtins.str
     """Chosen by the worker process at start, kept over reconnects. UUID, required."""
     preferred_replica_id: _builtins.int
@@ -98,6 +99,12 @@ class RegisterRequest(_message.Message):
     def placement(self) -> _types_pb2.Placement:
         """Where it runs, for topology-aware routing and path choice."""
 
+    @_builtins.property
+    def drain_limit(self) -> _duration_pb2.Duration:
+        """How long it lets requests run when it drains, unless an order says otherwise. Who waits for it to leave waits so
+        long; unset: 30 s is taken for it.
+        """
+
     def __init__(
         self,
         *,
@@ -110,10 +117,11 @@ class RegisterRequest(_message.Message):
         placement: _types_pb2.Placement | None = ...,
         state: _types_pb2.ReplicaState.ValueType = ...,
         engine: _builtins.str = ...,
+        drain_limit: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_preferred_replica_id", b"_preferred_replica_id", "fingerprint", b"fingerprint", "placement", b"placement", "preferred_replica_id", b"preferred_replica_id", "stage", b"stage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_preferred_replica_id", b"_preferred_replica_id", "drain_limit", b"drain_limit", "fingerprint", b"fingerprint", "placement", b"placement", "preferred_replica_id", b"preferred_replica_id", "stage", b"stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_preferred_replica_id", b"_preferred_replica_id", "connectors", b"connectors", "endpoint", b"endpoint", "engine", b"engine", "fingerprint", b"fingerprint", "instance_uuid", b"instance_uuid", "placement", b"placement", "preferred_replica_id", b"preferred_replica_id", "stage", b"stage", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_preferred_replica_id", b"_preferred_replica_id", "connectors", b"connectors", "drain_limit", b"drain_limit", "endpoint", b"endpoint", "engine", b"engine", "fingerprint", b"fingerprint", "instance_uuid", b"instance_uuid", "placement", b"placement", "preferred_replica_id", b"preferred_replica_id", "stage", b"stage", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__preferred_replica_id: _TypeAlias = _typing.Literal["preferred_replica_id"]  # noqa: Y015
     _WhichOneofArgType__preferred_replica_id: _TypeAlias = _typing.Literal["_preferred_replica_id", b"_preferred_replica_id"]  # noqa: Y015

@@ -171,6 +171,7 @@ class Replica(_message.Message):
     REGISTER_TIME_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    DRAIN_LIMIT_FIELD_NUMBER: _builtins.int
     instance_uuid: _builtins.str
     """Chosen by the worker process at start, kept over reconnects."""
     endpoint: _builtins.str
@@ -211,6 +212,10 @@ class Replica(_message.Message):
     def drain(self) -> Global___DrainOrder:
         """Why and how it drains; only where an operator asked for it."""
 
+    @_builtins.property
+    def drain_limit(self) -> _duration_pb2.Duration:
+        """How long it lets requests run when it drains, unless an order says otherwise; unset: not known."""
+
     def __init__(
         self,
         *,
@@ -227,10 +232,11 @@ class Replica(_message.Message):
         register_time: _timestamp_pb2.Timestamp | None = ...,
         engine: _builtins.str = ...,
         drain: Global___DrainOrder | None = ...,
+        drain_limit: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "fingerprint", b"fingerprint", "load", b"load", "placement", b"placement", "ref", b"ref", "register_time", b"register_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "drain_limit", b"drain_limit", "fingerprint", b"fingerprint", "load", b"load", "placement", b"placement", "ref", b"ref", "register_time", b"register_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connectors", b"connectors", "cordoned", b"cordoned", "drain", b"drain", "endpoint", b"endpoint", "engine", b"engine", "fingerprint", b"fingerprint", "instance_uuid", b"instance_uuid", "load", b"load", "placement", b"placement", "ref", b"ref", "register_time", b"register_time", "state", b"state", "suspect", b"suspect"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connectors", b"connectors", "cordoned", b"cordoned", "drain", b"drain", "drain_limit", b"drain_limit", "endpoint", b"endpoint", "engine", b"engine", "fingerprint", b"fingerprint", "instance_uuid", b"instance_uuid", "load", b"load", "placement", b"placement", "ref", b"ref", "register_time", b"register_time", "state", b"state", "suspect", b"suspect"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
