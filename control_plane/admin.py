@@ -26,7 +26,7 @@ from control_plane.etcd import (
     op_delete,
     op_put,
 )
-from control_plane.keys import ReplicaKey
+from control_plane.keys import ReplicaKey, is_uuid
 from control_plane.records import Mutation, Records
 from control_plane.table import Table
 from omni.v1 import admin_service_pb2 as pb
@@ -216,29 +216,24 @@ class Admin:
         lease_id, path = 0, self._path(request.replica)
         tried: _Target | None = None
         for _ in range(_ATTEMPTS):
-            known, (kv, *done) = await answer.look(path, *([] if tried is None else [self._evicted_at(tried)]))
+            known, (kv, *done) = await answer.look(path, *self._traces(tried))
             if known is not None:
                 return known
-            if tried is not None and done[0] is not None and done[0].lease_id == lease_id:
+            if tried is not None and done and done[0] is not None and done[0].lease_id == lease_id:
                 # By our own try, whose outcome was lost.
                 return await self._evicted(request, tried, done[0].create_revision)
-            target = self._target(request.replica, kv)
+            target = self._target(request.replica, kv, readable=False)
             lease_id = lease_id or (await self._client.grant_lease(AWAY_S)).lease_id
             note = codec.encode_note(
                 replica=str(target.key), epoch=str(target.epoch), reason=request.reason[:_MAX_REASON]
             )
-            uuid = target.replica.instance_uuid
+            ops = [op_delete(self._keys.replica(target.key)), *answer.ops(pb.EvictReplicaResponse())]
+            if is_uuid(uuid := target.replica.instance_uuid):
+                ops += [op_delete(self._keys.instance(uuid)), op_delete(self._keys.cordon(uuid))]
+                ops.append(op_put(self._keys.eviction(uuid), note, lease_id))
             try:
-                result = await self._client.txn(
-                    [create_revision_is(self._keys.replica(target.key), target.epoch), *answer.conditions],
-                    [
-                        op_delete(self._keys.replica(target.key)),
-                        op_delete(self._keys.instance(uuid)),
-                        op_delete(self._keys.cordon(uuid)),
-                        op_put(self._keys.eviction(uuid), note, lease_id),
-                        *answer.ops(pb.EvictReplicaResponse()),
-                    ],
-                )
+                conditions = [create_revision_is(self._keys.replica(target.key), target.epoch), *answer.conditions]
+                result = await self._client.txn(conditions, ops)
             except WriteOutcomeUnknown:
                 tried = target
                 continue
@@ -246,8 +241,10 @@ class Admin:
                 return await self._evicted(request, target, result.revision)
         raise _contended(request.replica)
 
-    def _evicted_at(self, target: _Target) -> str:
-        return self._keys.eviction(target.replica.instance_uuid)
+    def _traces(self, tried: _Target | None) -> list[str]:
+        """Where it shows whether an eviction took place."""
+        uuid = "" if tried is None else tried.replica.instance_uuid
+        return [self._keys.eviction(uuid)] if is_uuid(uuid) else []
 
     async def _evicted(
         self, request: pb.EvictReplicaRequest, target: _Target, revision: int
@@ -260,7 +257,8 @@ class Admin:
             **log_fields(request.request_id),
         )
         try:
-            await self._client.revoke_lease(target.lease_id)
+            if target.lease_id:
+                await self._client.revoke_lease(target.lease_id)
         except OmniError as error:
             _log.warning("lease left to run out", lease=f"{target.lease_id:x}", error=error)
         await self._table.wait_revision(revision)
@@ -273,8 +271,9 @@ class Admin:
         self._table.require_loaded()
         return self._keys.replica(validate.replica_key(ref))
 
-    def _target(self, ref: types_pb2.ReplicaRef, kv: KeyValue | None) -> _Target:
-        """The claim that ``kv`` is. Raises ``NotFoundError`` for none, and ``ConflictError`` for another epoch."""
+    def _target(self, ref: types_pb2.ReplicaRef, kv: KeyValue | None, *, readable: bool = True) -> _Target:
+        """The claim that ``kv`` is. Raises ``NotFoundError`` for none, ``ConflictError`` for another epoch, and
+        ``RecordError`` for one that cannot be read; if it need not be ``readable``, it is as it was last known."""
         key = validate.replica_key(ref)
         if kv is None:
             ids = ", ".join(str(row.key.replica_id) for row in self._table.stage_rows(key.stage)[:20]) or "none"
@@ -289,7 +288,24 @@ class Admin:
                 reason="EPOCH_MISMATCH",
                 metadata={"replica": key, "epoch": ref.epoch, "current_epoch": kv.create_revision},
             )
-        return _Target(key, kv.create_revision, kv.lease_id, codec.decode_replica(kv.value, key, kv.create_revision))
+        return _Target(key, kv.create_revision, kv.lease_id, self._record(key, kv, readable=readable))
+
+    def _record(self, key: ReplicaKey, kv: KeyValue, *, readable: bool) -> types_pb2.Replica:
+        try:
+            record = codec.decode_replica(kv.value, key, kv.create_revision)
+            if readable and not is_uuid(record.instance_uuid):
+                raise codec.RecordError(f"the record of replica {key} names no instance")
+        except codec.RecordError as error:
+            row = self._table.replica(key)
+            if row is not None and row.epoch == kv.create_revision and is_uuid(row.replica.instance_uuid):
+                return row.replica  # its next beat writes it again
+            if readable:
+                raise codec.RecordError(
+                    f"{error.message}: was etcd key {kv.key} edited? Evicting the replica removes it",
+                    metadata={"key": kv.key},
+                ) from error
+            return types_pb2.Replica()
+        return record
 
 
 def _with_replica(kind: type[_Response], record: types_pb2.Replica) -> _Response:

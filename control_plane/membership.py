@@ -36,8 +36,10 @@ from control_plane.etcd import (
     op_put,
     value_is,
 )
+from control_plane.garbage import clear_garbage
 from control_plane.ids import IdPool
 from control_plane.keys import META_KEY, ReplicaKey
+from control_plane.plans import read_plan
 from control_plane.records import Records, found
 from control_plane.table import Table
 from omni.v1 import pipeline_pb2, types_pb2
@@ -180,7 +182,7 @@ class Membership:
         """The plan in ``kv``; shared. A fleet registers for few plans, and to parse one takes as long as a claim."""
         known = self._plans.get(kv.key)
         if known is None or known[0] != kv.mod_revision:
-            pipeline = codec.decode_pipeline(kv.value)
+            pipeline = read_plan(kv)
             known = self._plans[kv.key] = kv.mod_revision, pipeline
         return known[1]
 
@@ -276,7 +278,10 @@ class Membership:
                     return Claim(key, result.revision, lease_id, ttl_s, result.revision)
                 if found(result, 0) is not None or _mod_revision(found(result, 2)) != ground.plan.mod_revision:
                     return None
-                if found(result, 1) is not None and pool.reserve(replica_id):
+                holder = found(result, 1)
+                if holder is not None and await clear_garbage(self._client, self._keys, key, holder):
+                    preferred = replica_id
+                elif holder is not None and pool.reserve(replica_id):
                     taken.add(replica_id)
         finally:
             for replica_id in taken:

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from google.protobuf import duration_pb2
 from google.protobuf.message import Message
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,6 +26,8 @@ pytestmark = pytest.mark.timeout(180)
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 HUGE = "x" * 10_000_000
+BROKEN = duration_pb2.Duration(seconds=1, nanos=2_000_000_000)
+SLEEP = types_pb2.CONTROL_METHOD_SLEEP
 
 
 def ref(pipeline: str = HUGE) -> types_pb2.ReplicaRef:
@@ -53,6 +56,10 @@ UNARY: list[tuple[str, str, Message]] = [
     ("admin", "UncordonReplica", admin_pb.UncordonReplicaRequest(replica=types_pb2.ReplicaRef())),
     ("admin", "DrainReplica", admin_pb.DrainReplicaRequest(replica=ref())),
     ("admin", "EvictReplica", admin_pb.EvictReplicaRequest(replica=ref())),
+    # No length of time: more nanoseconds than a second has.
+    ("admin", "DrainReplica", admin_pb.DrainReplicaRequest(replica=ref("demo"), deadline=BROKEN)),
+    ("admin", "CollectiveRpc", admin_pb.CollectiveRpcRequest(pipeline="demo", method=SLEEP, timeout=BROKEN)),
+    ("admin", "CollectiveRpc", admin_pb.CollectiveRpcRequest(pipeline="demo", method=SLEEP, request_id=HUGE)),
     ("admin", "CollectiveRpc", admin_pb.CollectiveRpcRequest()),
     ("admin", "CollectiveRpc", admin_pb.CollectiveRpcRequest(pipeline=HUGE)),
 ]

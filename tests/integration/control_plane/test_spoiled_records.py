@@ -161,3 +161,74 @@ async def test_a_spoiled_answer_is_named_with_what_to_do(spoiled: str) -> None:
         assert "use a new request id, or delete that key" in error.message
         await c.etcd_client.delete(kept.key)
         assert (await client.admin.CordonReplica(request)).replica.cordoned
+
+
+@pytest.mark.parametrize("at_start", [True, False], ids=["before it came up", "before its eyes"])
+@pytest.mark.parametrize("preferred", [True, False])
+async def test_garbage_at_an_id_that_nobody_holds_does_not_keep_it(at_start: bool, preferred: bool) -> None:
+    async with cluster() as c:
+        client = await c.start()
+        await put(c, RECORD, "garbage")
+        if at_start:
+            _, client = await c.control_plane()
+        worker = Worker(await client.apply())
+        if preferred:
+            worker.request.preferred_replica_id = 0
+        claim = await worker.register(client)
+        assert claim.replica.replica_id == 0
+        assert await leased(c, claim.lease_id)
+        assert set(await client.replicas()) == {0}
+
+
+async def test_a_spoiled_record_whose_instance_lives_keeps_its_id() -> None:
+    async with cluster(ttl_s=120) as c:
+        client = await c.start()
+        _, other = await c.control_plane()
+        worker, next_one = Worker(await client.apply()), Worker(await client.apply())
+        claim = await worker.register(client)
+        # It does not beat meanwhile: nothing but its index entry tells that the id is its own.
+        await put(c, RECORD, "garbage")
+        for one in (client, other):
+            request = Worker(await client.apply())
+            assert (await request.register(one)).replica.replica_id != 0
+        assert (await c.etcd_client.get(RECORD)) is not None
+        async with beating(worker, client):
+            await eventually(lambda: leased(c, worker.claim.lease_id))
+        assert worker.claim.replica.replica_id == 0
+        assert (worker.claim.replica.epoch, worker.registrations) == (claim.replica.epoch, 1)
+        assert (await next_one.register(other)).replica.replica_id == 3
+
+
+@pytest.mark.parametrize("spoiled", ["garbage", "{}"])
+async def test_an_unreadable_replica_can_be_evicted(spoiled: str) -> None:
+    async with cluster() as c:
+        client = await c.start()
+        await put(c, RECORD, spoiled)
+        ref = types_pb2.ReplicaRef(stage=types_pb2.StageRef(pipeline="demo", stage_id=1), replica_id=0)
+        error = await refusal(client.admin.CordonReplica(admin_service_pb2.CordonReplicaRequest(replica=ref)))
+        assert (error.code, error.reason) == (grpc.StatusCode.DATA_LOSS, "RECORD_UNREADABLE")
+        assert RECORD in error.message
+        assert "Evicting the replica removes it" in error.message
+        request = admin_service_pb2.EvictReplicaRequest(replica=ref, request_id="e1")
+        evicted = await client.admin.EvictReplica(request)
+        assert await c.etcd_client.get(RECORD) is None
+        assert await client.admin.EvictReplica(request) == evicted
+
+
+async def test_evicting_a_replica_whose_record_was_spoiled_keeps_its_instance_away() -> None:
+    async with cluster() as c:
+        client = await c.start()
+        worker = Worker(await client.apply())
+        await worker.register(client)
+        await put(c, RECORD, "garbage")
+        table = c.planes[0].table
+        row_key = table.rows()[0].key
+
+        async def noticed() -> bool:
+            row = table.replica(row_key)
+            return row is not None and row.spoiled
+
+        await eventually(noticed)
+        await client.admin.EvictReplica(admin_service_pb2.EvictReplicaRequest(replica=worker.claim.replica))
+        error = await refusal(client.registry.Register(worker.request))
+        assert error.reason == "EVICTED"
