@@ -28,7 +28,7 @@ from omnicore import errors
 from omnicore.process import dying_with_parent
 from tests.support.ports import reserved_port
 
-READY_S = 20.0
+READY_S = 60.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -125,7 +125,7 @@ class EtcdNode:
         endpoint = self.endpoint.replace("unix:", "unix://")
         command = [program, "--endpoints", endpoint, *(["--user", user] if user else []), *arguments]
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=20, check=False, env={**os.environ, "ETCDCTL_API": "3"}
+            command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "ETCDCTL_API": "3"}
         )
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout

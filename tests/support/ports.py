@@ -16,7 +16,8 @@ _held: list[IO[bytes]] = []
 
 
 def reserved_port() -> int:
-    """A free loopback port that no other test of this user gets, in whatever process, until this process ends."""
+    """A port that is free at every address and that no other test of this user gets, in whatever process, until this
+    process ends."""
     directory = Path(tempfile.gettempdir()) / f"omni-test-ports-{os.getuid()}"
     directory.mkdir(exist_ok=True)
     for port in random.sample(_PORTS, len(_PORTS)):
@@ -25,7 +26,7 @@ def reserved_port() -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with socket.socket() as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(("127.0.0.1", port))
+                probe.bind(("0.0.0.0", port))
         except OSError:
             lock.close()
             continue

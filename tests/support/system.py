@@ -116,7 +116,7 @@ class System:
             capture_output=True,
             text=True,
             env={**os.environ, "ETCDCTL_API": "3"},
-            timeout=20,
+            timeout=60,
             check=True,
         )
         return done.stdout
@@ -126,11 +126,11 @@ class System:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
             try:
-                self.process.wait(30)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-                pytest.fail(f"omnictl up did not stop within 30 s of Ctrl-C:\n{self.log()}")
+                pytest.fail(f"omnictl up did not stop within 60 s of Ctrl-C:\n{self.log()}")
         return int(self.process.returncode)
 
 

@@ -218,7 +218,7 @@ async def test_a_replica_that_leaves_finishes_what_it_has(stand: Stand) -> None:
 
 
 async def test_a_deadline_is_a_504() -> None:
-    async with running_stand(request_timeout_s=0.1) as stand:
+    async with running_stand(request_timeout_s=1.0) as stand:  # time to get to the worker
         worker = await stand.cluster.add("text", 0, hang)
         await stand.ready("text")
         status, body = await stand.chat("text")

@@ -108,7 +108,7 @@ async def test_deadline(stand: Stand, inference: inference_service_pb2_grpc.Infe
     worker = await stand.cluster.add("text", 0, hang)
     await stand.ready("text")
     asked = request()
-    asked.timeout.FromMilliseconds(50)
+    asked.timeout.FromMilliseconds(1000)  # time to get to the worker
     assert isinstance(await refused(inference.Generate(asked)), errors.DeadlineExceededError)
     await wait_until(lambda: len(worker.aborts) == 1, what="abort")
     await stand.settled()

@@ -14,6 +14,7 @@ from openai.types.chat import ChatCompletionUserMessageParam
 
 from omni.v1 import pipeline_service_pb2, pipeline_service_pb2_grpc
 from omnicore import rpc
+from tests.support.gateways import until_routable
 from tests.support.processes import ServiceProcess, Services
 from tests.support.processes import services as services  # a fixture
 
@@ -33,7 +34,9 @@ async def start(
     services: Services, deploy_yaml: str, replicas: dict[int, int]
 ) -> tuple[ServiceProcess, list[ServiceProcess], str]:
     """Control plane, gateway and workers (stage id → how many); returns gateway, workers and the pipeline."""
-    control_plane = await services.start("control-plane", "--listen", "127.0.0.1:0", "--etcd", "embedded")
+    control_plane = await services.start(
+        "control-plane", "--listen", "127.0.0.1:0", "--etcd", "embedded", "--heartbeat-interval-s", "1.5"
+    )  # a busy machine makes nobody suspect
     address = control_plane.ready["address"]
     pipeline = await apply(address, deploy_yaml)
     gateway = services.spawn(
@@ -49,6 +52,7 @@ async def start(
     ]  # fmt: skip
     for process in (gateway, *workers):
         await process.wait_ready()
+    await until_routable(f"http://{gateway.ready['http']}", pipeline, replicas)
     return gateway, workers, pipeline
 
 
@@ -142,7 +146,7 @@ stages:
 @pytest.mark.timeout(120)
 async def test_sigkill_before_output_is_not_seen(services: Services, clients: list[openai.AsyncOpenAI]) -> None:
     # Late enough for all twelve to be bound and one worker killed before.
-    gateway, workers, pipeline = await start(services, SLOW.replace("TTFT", "4000"), {0: 2})
+    gateway, workers, pipeline = await start(services, SLOW.replace("TTFT", "6000"), {0: 2})
     client = client_of(gateway, clients)
     asked: list[Any] = [
         asyncio.create_task(client.chat.completions.create(model=pipeline, messages=USER, max_tokens=3))
