@@ -17,7 +17,7 @@ from tests.fault.cluster import PIPELINE, Cluster, Unit
 
 CLIENTS = 4
 """Each asks one question after the other, at the gateways in turn."""
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -94,7 +94,7 @@ async def ask(session: aiohttp.ClientSession, gateway: Unit, *, max_tokens: int 
 async def _ask(session: aiohttp.ClientSession, gateway: Unit, outcome: Outcome, max_tokens: int | None = None) -> None:
     body: dict[str, Any] = {"model": PIPELINE, "messages": [{"role": "user", "content": "Go on."}], "stream": True}
     if max_tokens is not None:
-        body["max_tokens"] = max_tokens
+        body |= {"max_tokens": max_tokens, "ignore_eos": True}
     finished = done = False
     try:
         async with session.post(f"http://{gateway.http}/v1/chat/completions", json=body) as response:
@@ -129,9 +129,14 @@ async def http_session() -> AsyncIterator[aiohttp.ClientSession]:
 
 @contextlib.asynccontextmanager
 async def load(
-    cluster: Cluster | None, *, clients: int = CLIENTS, gateways: Sequence[Unit] = ()
+    cluster: Cluster | None,
+    *,
+    clients: int = CLIENTS,
+    gateways: Sequence[Unit] = (),
+    max_tokens: int | None = None,
 ) -> AsyncIterator[Load]:
-    """Ask all the time, from before the block until its end; then every running request is awaited."""
+    """Ask all the time, from before the block until its end; then every running request is awaited. ``max_tokens`` is
+    also how many come."""
     running = Load()
     stop = asyncio.Event()
     places = gateways or (cluster.gateways if cluster is not None else ())
@@ -143,7 +148,7 @@ async def load(
         while not stop.is_set():
             outcome = Outcome((gateway := next(turns)).name, time.monotonic())
             running.running.append(outcome)
-            await _ask(session, gateway, outcome)
+            await _ask(session, gateway, outcome, max_tokens)
             running.running.remove(outcome)
             running.outcomes.append(outcome)
             await asyncio.sleep(0.01)

@@ -13,8 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import random
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +34,7 @@ from omni.v1 import (
 )
 from omnicore import rpc
 from tests.support.etcd import EtcdNode, etcd_server
+from tests.support.ports import reserved_port
 from tests.support.processes import ServiceProcess, Services
 from tests.support.proxy import TcpProxy
 
@@ -54,8 +53,10 @@ stages:
 """
 TTL_S = 4
 """Life of a lease here: the default is 10 s."""
-GUARD_S = 40.0
+GUARD_S = 60.0
 """No wait may take longer; not a measurement."""
+CALL_S = 10.0
+"""No call may take longer; not a measurement either."""
 POLL_S = 0.02
 
 
@@ -163,7 +164,7 @@ class Cluster:
         try:
             async with rpc.channel(unit.address) as channel:
                 stub = registry_service_pb2_grpc.RegistryServiceStub(channel)
-                answer = await stub.ListReplicas(registry_service_pb2.ListReplicasRequest(), timeout=10.0)
+                answer = await stub.ListReplicas(registry_service_pb2.ListReplicasRequest(), timeout=CALL_S)
         except grpc.aio.AioRpcError:
             return {}
         return {replica.ref.replica_id: replica for replica in answer.replicas}
@@ -194,9 +195,9 @@ class Cluster:
         try:
             async with rpc.channel(plane.address) as channel:
                 inspect = inspect_service_pb2_grpc.InspectServiceStub(channel)
-                pulses = await inspect.ListPulses(inspect_service_pb2.ListPulsesRequest(), timeout=2.0)
+                pulses = await inspect.ListPulses(inspect_service_pb2.ListPulsesRequest(), timeout=CALL_S)
                 admin = admin_service_pb2_grpc.AdminServiceStub(channel)
-                status = await admin.GetClusterStatus(admin_service_pb2.GetClusterStatusRequest(), timeout=2.0)
+                status = await admin.GetClusterStatus(admin_service_pb2.GetClusterStatusRequest(), timeout=CALL_S)
         except grpc.aio.AioRpcError:
             return 0, 0
         fresh = [pulse for pulse in pulses.pulses if pulse.beat_age.ToMilliseconds() < 500]
@@ -285,8 +286,10 @@ class Routes:
         request = router_service_pb2.RouteRequest(request_id=request_id, stage=self._stage)
         request.max_wait.SetInParent()
         try:
-            answer = await self._stub.Route(request, timeout=1.0)
-            await self._stub.Release(router_service_pb2.RouterServiceReleaseRequest(request_id=request_id), timeout=1.0)
+            answer = await self._stub.Route(request, timeout=CALL_S)
+            await self._stub.Release(
+                router_service_pb2.RouterServiceReleaseRequest(request_id=request_id), timeout=CALL_S
+            )
         except grpc.aio.AioRpcError:
             return None
         return answer.replica
@@ -306,18 +309,6 @@ async def eventually(condition: Callable[[], bool], what: str, timeout_s: float 
         assert time.monotonic() < begin_s + timeout_s, f"{what}: not within {timeout_s:g} s"
         await asyncio.sleep(POLL_S)
     return time.monotonic() - begin_s
-
-
-def free_port() -> int:
-    """A port that is free on every address and that the kernel gives to nobody else: outside its own range."""
-    while True:
-        port = random.randrange(12_000, 30_000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("0.0.0.0", port))
-            except OSError:
-                continue
-            return port
 
 
 @contextlib.asynccontextmanager
@@ -348,7 +339,7 @@ async def cluster(
         for number in range(control_planes):
             to_etcd = [await wire(node.endpoint) for node in nodes]
             found.etcd_wires += to_etcd
-            address = f"127.0.0.1:{free_port()}"
+            address = f"127.0.0.1:{reserved_port()}"
             flags = ["--listen", address, "--etcd", ",".join(each.address for each in to_etcd)]
             flags += ["--lease-ttl-s", str(ttl_s)]
             for name, value in (etcd_flags or {}).items():
@@ -363,19 +354,19 @@ async def cluster(
             return ",".join(each.address for each in unit.wires)
 
         for number in range(gateways):
-            http, address = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+            http, address = f"127.0.0.1:{reserved_port()}", f"127.0.0.1:{reserved_port()}"
             unit = Unit(f"gateway {number}", "gateway", [], [], address)
             unit.flags = ["--control-plane", await up_wires(unit), "--http", http, "--grpc", address]
-            unit.flags += ["--balancing-policy", "round-robin", "--drain-timeout-s", "5"]
+            unit.flags += ["--balancing-policy", "round-robin", "--drain-timeout-s", "20"]
             from_clients = await wire(http)
             unit.wires.append(from_clients)
             unit.http = from_clients.address
             found.gateways.append(unit)
         for number in range(workers):
-            port, host = free_port(), f"127.0.1.{number + 1}"
+            port, host = reserved_port(), f"127.0.1.{number + 1}"
             unit = Unit(f"worker {number}", "stage-worker", [], [], f"127.0.0.1:{port}")
             unit.flags = ["--control-plane", await up_wires(unit), "--listen", unit.address, "--advertise", host]
-            unit.flags += ["--pipeline", PIPELINE, "--stage-id", "0", "--drain-timeout-s", "5"]
+            unit.flags += ["--pipeline", PIPELINE, "--stage-id", "0", "--drain-timeout-s", "20"]
             unit.wires.append(await wire(unit.address, host=host, port=port))
             found.workers.append(unit)
         for unit in found.control_planes:

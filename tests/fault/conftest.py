@@ -15,7 +15,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/fault/" in item.nodeid:
             item.add_marker(pytest.mark.fault)
-            item.add_marker(pytest.mark.timeout(240))
+            item.add_marker(pytest.mark.timeout(400))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
