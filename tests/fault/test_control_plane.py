@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import pytest_asyncio
 
+from control_plane.etcd import EtcdClient
 from tests.fault.clients import CLIENTS, load, serves
 from tests.fault.cluster import GUARD_S, Cluster, Unit, cluster
 from tests.fault.record import record
@@ -26,8 +27,8 @@ HANG_MOVED_S = 5.0
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """With leases of 10 s, the default, since a control plane takes seconds to start on a busy machine."""
-    async with cluster(tmp_path_factory.mktemp("cluster"), ttl_s=10) as running:
+    """With leases that outlast the start of both control planes, which takes many seconds on a busy machine."""
+    async with cluster(tmp_path_factory.mktemp("cluster"), ttl_s=60) as running:
         yield running
 
 
@@ -63,7 +64,7 @@ async def moved(system: Cluster, to: Unit, since_s: float) -> float:
 )
 async def test_one_of_two(system: Cluster, fault: str, limit_s: float, loaded: bool) -> None:
     victim, other = await busier(system)
-    before = await system.epochs(other)
+    before = await system.claims(other)
     breaks: dict[str, Callable[[], None]] = {
         "SIGKILL": lambda: victim.running.send(signal.SIGKILL),
         "SIGTERM": lambda: victim.running.send(signal.SIGTERM),
@@ -91,7 +92,7 @@ async def test_one_of_two(system: Cluster, fault: str, limit_s: float, loaded: b
 
 @everyone
 async def test_both_restarted_with_empty_memory(system: Cluster, loaded: bool) -> None:
-    before = await system.epochs(system.control_planes[0])
+    before = await system.claims(system.control_planes[0])
     async with load(system, clients=CLIENTS if loaded else 0) as requests:
         for plane in system.control_planes:
             plane.running.kill()
@@ -109,3 +110,22 @@ async def test_both_restarted_with_empty_memory(system: Cluster, loaded: bool) -
     assert views == [set(before)] * 2, views
     outcome = f"nothing ({requests.count()})" if loaded else "nothing"
     record("control plane", "both killed, restarted", "under load" if loaded else "idle", outcome, table=full_s)
+
+
+async def test_compacted_while_cut_off(system: Cluster) -> None:
+    """History that a control plane has not seen is gone from etcd: it lists anew."""
+    node = system.etcd[0]
+    before = await system.claims(system.control_planes[0])
+    async with load(system) as requests:
+        system.partition_etcd("reset")
+        async with EtcdClient([node.endpoint]) as client:
+            for number in range(50):
+                await client.put("/omni/v1/default/admin/noise", str(number).encode())
+            await client.delete("/omni/v1/default/admin/noise")
+            await client.compact((await client.get_prefix("/omni/v1/default/")).revision)
+        since_s = time.monotonic()
+        await system.heal()
+        back_s = time.monotonic() - since_s
+    assert not requests.failed, requests.failed
+    await system.settled_at(system.control_planes[0], before)
+    record("etcd", "compacted while cut off", "under load", f"nothing ({requests.count()})", back=back_s)
