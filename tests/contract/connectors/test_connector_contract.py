@@ -337,9 +337,9 @@ async def test_large_payload_is_copied_beside_the_event_loop(kind: str, consumer
         handle = await producer.connectors.put(kind, "k", EDGE, 0, payload(size))
         assert (await read(consumer, handle)).tensors["x"].tobytes() == tensor(size, 1).tobytes()
         producer.store.release("k", handle.token)
-        for _ in range(20):  # until it is cancelled while it copies: a thread is sometimes quicker than we are
+        for attempt in range(40):  # until it is cancelled while it copies: a thread is sometimes quicker than we are
             cancelled = asyncio.ensure_future(producer.connectors.put(kind, "c", EDGE, 0, payload(size)))
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.001 if attempt < 20 else 0)
             cancelled.cancel()
             await asyncio.wait([cancelled])
             if cancelled.cancelled():
