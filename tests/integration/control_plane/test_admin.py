@@ -30,6 +30,7 @@ from tests.integration.control_plane.harness import (
 
 STAGE = types_pb2.StageRef(pipeline="demo", stage_id=1)
 DRAIN = registry_pb.HEARTBEAT_DIRECTIVE_DRAIN
+STOP = registry_pb.HEARTBEAT_DIRECTIVE_STOP
 
 
 async def refusal(call: Any) -> errors.OmniError:
@@ -128,6 +129,39 @@ class TestDrain:
             assert error.code == grpc.StatusCode.INVALID_ARGUMENT
             assert {violation.field for violation in error.violations} == {"deadline", "request_id"}
             assert (await client.replicas())[0].state == READY
+
+
+class TestEvict:
+    async def test_who_comes_back_stays_away_for_an_hour_wherever_and_another_takes_its_place(self) -> None:
+        async with cluster(ttl_s=30) as c:
+            client = await c.start()
+            _, other = await c.control_plane()
+            worker = await joined(client)
+            uuid = worker.request.instance_uuid
+            worker.reregister = False
+            await client.admin.EvictReplica(pb.EvictReplicaRequest(replica=worker.claim.replica, reason="hot"))
+            kept = await c.etcd_client.get(f"/omni/v1/default/admin/evictions/{uuid}")
+            assert kept is not None
+            assert json.loads(kept.value)["reason"] == "hot"
+            assert (await c.etcd_client.lease_time_to_live(kept.lease_id)).granted_ttl_s == 3600
+
+            _, late = await c.control_plane()
+            successor = await joined(client)
+            assert successor.replica_id == worker.replica_id == 0
+            for plane in (client, other, late):
+                error = await refusal(plane.registry.Register(worker.request))
+                assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "EVICTED")
+                assert "start a new process" in error.message
+                # A beat of what it was is told to stop; that of the successor is not.
+                answers = len(worker.answers)
+                async with beating(worker, plane), beating(successor, plane):
+                    await until(lambda n=answers: len(worker.answers) > n, "an answer")  # type: ignore[misc]
+                    await until(lambda: worker.answers[-1].directive == STOP, "stop")
+            assert {answer.directive for answer in successor.answers} <= {registry_pb.HEARTBEAT_DIRECTIVE_CONTINUE}
+            assert (await late.replicas())[0].instance_uuid == successor.request.instance_uuid
+            # Once that is over, so is the ban.
+            await c.etcd_client.revoke_lease(kept.lease_id)
+            assert (await worker.register(client)).replica.replica_id == 1
 
 
 class TestRepeats:
