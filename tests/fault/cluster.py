@@ -330,7 +330,8 @@ async def cluster(
     async with contextlib.AsyncExitStack() as stack:
         services = Services(directory)
         nodes = etcd or [await stack.enter_async_context(etcd_server())]
-        stack.callback(services.close)
+        # In a thread: what ends says so through the proxies here.
+        stack.push_async_callback(asyncio.to_thread, services.close)
         found = Cluster(services, nodes)
 
         async def wire(upstream: str, *, host: str = "127.0.0.1", port: int = 0) -> TcpProxy:

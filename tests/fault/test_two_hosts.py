@@ -15,7 +15,7 @@ import pytest
 from omnicore.process import dying_with_parent
 from tests.support.netns import Host, require_namespaces, two_hosts
 
-GUARD_S = 40.0
+GUARD_S = 60.0
 DEPLOY = """
 pipeline: hosts
 async_chunk: true
@@ -98,6 +98,7 @@ class Hosts:
 
     def speak(self) -> tuple[str, int]:
         """Ask for text and speech from host A: the text, and how much sound came."""
+        self.until_routable()
         body = {
             "model": "hosts",
             "messages": [{"role": "user", "content": "Hello. How are you?"}],
@@ -111,6 +112,17 @@ class Hosts:
         assert "error" not in answer, answer
         message = answer["choices"][0]["message"]
         return str(message["content"] or message["audio"]["transcript"]), len(message["audio"]["data"])
+
+    def until_routable(self) -> None:
+        """Wait until the gateway has heard of a replica of each stage: a worker is ready before that."""
+        begin_s = time.monotonic()
+        while True:
+            curl = ["curl", "-sS", "-m", "30", f"http://{self.http}/ready"]
+            done = subprocess.run(self.a.command(*curl), capture_output=True, text=True, timeout=GUARD_S, check=True)
+            if json.loads(done.stdout)["pipelines"].get("hosts", {}).get("ready"):
+                return
+            assert time.monotonic() < begin_s + GUARD_S, done.stdout
+            time.sleep(0.1)
 
     def close(self) -> None:
         """End all, last started first, and print the logs."""

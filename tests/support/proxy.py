@@ -36,6 +36,7 @@ class TcpProxy:
         self._open = asyncio.Event()
         self._open.set()
         self._refuse = False
+        self._closing = False
         self._delay_s = 0.0
         self.address = ""
         """ "host:port" for clients; set by ``async with``."""
@@ -52,12 +53,18 @@ class TcpProxy:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._server is not None
+        self._closing = True
+        # Accept no more, then close: of a connection on its way to a server that is closed, asyncio loses the socket.
+        for listening in self._server.sockets:
+            asyncio.get_running_loop().remove_reader(listening)
+        await _turns()  # what was accepted a moment ago is handed to us now, and reset
         self._server.close()
         self._abort_all()
         for task in self._connections:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
         await self._server.wait_closed()
+        await _turns()  # sockets of connections that were reset are closed
 
     def blackhole(self) -> None:
         """From now on nothing passes in either direction; connections stay, new ones are accepted and say nothing."""
@@ -85,12 +92,15 @@ class TcpProxy:
     def _on_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # A task of our own: asyncio complains about one of its own that is cancelled.
         self.accepted += 1
+        if self._closing:
+            _reset(writer)
+            return
+        self._writers.add(writer)  # here: a task that is cancelled before its first step never does anything
         task = asyncio.create_task(self._relay(reader, writer))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
         upstream: asyncio.StreamWriter | None = None
         try:
             if self._refuse:
@@ -127,6 +137,12 @@ class TcpProxy:
         if writer.can_write_eof():
             with contextlib.suppress(OSError):
                 writer.write_eof()
+
+
+async def _turns() -> None:
+    """Let the event loop do what is due: handing over a connection, or closing its socket, takes it two turns."""
+    for _ in range(5):
+        await asyncio.sleep(0)
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
