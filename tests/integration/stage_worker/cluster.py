@@ -45,8 +45,11 @@ def pipeline(*sim: dict[str, Any], max_num_seqs: int = 0, chunk_by: str = "SENTE
             from_stage=from_stage,
             to_stage=from_stage + 1,
             window_size=4,
+            connector="shm",
             chunk_by=pipeline_pb2.ChunkBy.Value(f"CHUNK_BY_{chunk_by}"),
         )
+    # No test is about a pool that stays full, as one does for long that many calls share on a busy machine.
+    plan.connectors.add(name="shm", kind="shm").extra.update({"put_wait_s": 60})
     return plan
 
 

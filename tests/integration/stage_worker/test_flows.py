@@ -41,6 +41,9 @@ from tests.integration.stage_worker.cluster import (
     speech_calls,
 )
 
+# All workers of a test share its process: on a busy machine they take many times as long.
+pytestmark = pytest.mark.timeout(240)
+
 
 def spoken(text: str, chunk_bytes: int = 4096) -> bytes:
     """The audio that the simulated pipeline makes of ``text``."""
@@ -79,7 +82,7 @@ async def test_an_answer_is_spoken_as_it_was_written(connector: str, chunk_bytes
 
 
 async def test_the_first_sentence_is_heard_before_the_text_has_ended() -> None:
-    plan = pipeline({"tokens": 60, "tpot_ms": 5})
+    plan = pipeline({"tokens": 60, "tpot_ms": 40})
     async with local_workers(plan) as workers, sessions(workers) as opened:
         calls = list(speech_calls(workers, "r", "hello"))
         text, _, audio = [(await session.begin(one))[0] for session, one in zip(opened, calls, strict=True)]
@@ -188,7 +191,7 @@ async def test_silence_and_gaps_name_the_missing_chunk() -> None:
     )
     plan = pipeline()
     try:
-        async with local_worker(plan, 1, chunk_timeout_s=0.3) as talker, sessions([talker]) as (session,):
+        async with local_worker(plan, 1, chunk_timeout_s=2.0) as talker, sessions([talker]) as (session,):
             source = flow_in(talker)
             source.from_stage = source.flow.replica.stage.stage_id = 0
             source.flow.endpoint = f"127.0.0.1:{server.port}"
@@ -199,7 +202,7 @@ async def test_silence_and_gaps_name_the_missing_chunk() -> None:
             silence = await session.run(call("silence", emit=False, inputs=[source]))
             assert isinstance(silence.error, DeadlineExceededError)
             assert "missing chunk 1" in silence.error.message
-            assert "0.3 s" in silence.error.message
+            assert "2 s" in silence.error.message
             await assert_empty([talker])
     finally:
         await server.stop(0)

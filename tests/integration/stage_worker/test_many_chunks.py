@@ -9,6 +9,9 @@ import pytest
 from stage_worker.engines.sim_content import payload_digest, tensor_chunk, tone
 from tests.integration.stage_worker.cluster import assert_empty, local_workers, pipeline, sessions, speech_calls
 
+# All workers of a test share its process: on a busy machine they take many times as long.
+pytestmark = pytest.mark.timeout(240)
+
 CHUNKS = 93
 
 

@@ -69,7 +69,7 @@ class Registry:
 
     async def _watch(self) -> AsyncIterator[list[types_pb2.Replica]]:
         table: dict[int, types_pb2.Replica] = {}
-        stream = self.stub.WatchReplicas(pb.WatchReplicasRequest(pipelines=["demo"]), timeout=30)
+        stream = self.stub.WatchReplicas(pb.WatchReplicasRequest(pipelines=["demo"]), timeout=60)
         try:
             async for update in stream:
                 if update.snapshot:
@@ -106,7 +106,7 @@ def text_of(frames: list[stage_pb.ExecuteResponse]) -> str:
 async def test_join_serve_and_leave(services: Services) -> None:
     control_plane = await start_control_plane(services)
     async with registry(control_plane.ready["address"]) as table:
-        await table.apply(tokens=300, tpot_ms=10)
+        await table.apply(tokens=600, tpot_ms=10)
         worker = await services.start("stage-worker", *worker_flags(table.address))
         (replica,) = await table.replicas()
         assert replica.state == READY
@@ -118,13 +118,14 @@ async def test_join_serve_and_leave(services: Services) -> None:
         async with rpc.channel(worker.ready["address"]) as channel:
             running = aiter(stage_grpc.StageServiceStub(channel).Execute(stage_pb.ExecuteRequest(call=call("r", "x"))))
             frames = [await anext(running)]
+            said_before = len(control_plane.logs())
             worker.process.terminate()
             await table.until_gone()
             assert worker.running, "it leaves the registry first, then finishes what runs"
             frames += [frame async for frame in running]
-            assert frames[-1].events[-1].finish.completion_tokens == 300
+            assert frames[-1].events[-1].finish.completion_tokens == 600
         assert await worker.wait_exit() == 0
-        assert "suspect" not in control_plane.logs(), "leaving is not failing"
+        assert "suspect" not in control_plane.logs()[said_before:], "leaving is not failing"
 
 
 async def test_a_worker_waits_for_the_control_plane_and_the_pipeline(services: Services) -> None:
@@ -144,7 +145,7 @@ async def test_what_cannot_start_says_why_and_leaves_nothing(services: Services)
     async with registry(control_plane.ready["address"]) as table:
         await table.apply(start_ms=60_000)
         no_stage = services.spawn("stage-worker", *worker_flags(table.address), "--stage-id", "7")
-        slow = services.spawn("stage-worker", *worker_flags(table.address), "--engine-start-timeout-s", "1")
+        slow = services.spawn("stage-worker", *worker_flags(table.address), "--engine-start-timeout-s", "4")
         await table.until("loading", state=types_pb2.REPLICA_STATE_STARTING)
         assert await nowhere.wait_exit() == 6
         assert "127.0.0.1:1" in nowhere.logs()
@@ -240,7 +241,7 @@ async def test_another_control_plane_takes_over(services: Services) -> None:
         # Both gone, one back at the same address: no number of failures ends a worker.
         first_address = first.ready["address"]
     first.freeze()
-    await wait_until(lambda: worker.logs().count("heartbeats interrupted") >= 4, 30, "failures")
+    await wait_until(lambda: worker.logs().count("heartbeats interrupted") >= 4, 60, "failures")
     first.thaw()
     async with registry(first_address) as table:
         await table.until("alive again", suspect=False, state=READY)

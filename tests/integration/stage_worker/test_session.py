@@ -38,6 +38,9 @@ from tests.integration.stage_worker.cluster import (
 )
 from tests.support.processes import wait_until
 
+# All workers of a test share its process: on a busy machine they take many times as long.
+pytestmark = pytest.mark.timeout(240)
+
 
 async def drain(stream: AsyncIterable[pb.ExecuteResponse]) -> None:
     """Read to the end."""
