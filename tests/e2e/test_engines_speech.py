@@ -113,7 +113,7 @@ async def test_upstream_text_is_spoken_as_it_comes(acoustic: Engine) -> None:
 
     outputs = acoustic.execute(request(inputs={0: upstream()}))
     async with contextlib.aclosing(chunks_of(outputs)) as chunks:  # type: ignore[type-var]
-        first = await asyncio.wait_for(anext(chunks), 30)
+        first = await asyncio.wait_for(anext(chunks), 120)
         assert first.metadata["text"] == "The first sentence is here."
         gate.set()
         rest = [chunk.metadata["text"] async for chunk in chunks]
@@ -179,7 +179,7 @@ async def test_abort_ends_a_request_that_waits(acoustic: Engine) -> None:
         await asyncio.sleep(0)
     assert await acoustic.abort("waits") is True
     with pytest.raises(RequestCancelledError):
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 60)
     assert await acoustic.abort("waits") is False
     assert acoustic.load().queue_length == 0
 

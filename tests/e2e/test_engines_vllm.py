@@ -157,10 +157,10 @@ async def test_closing_and_aborting_free_the_request(engine: Engine) -> None:
             begun.set()
 
     task = asyncio.create_task(run())
-    await asyncio.wait_for(begun.wait(), 60)
+    await asyncio.wait_for(begun.wait(), 120)
     assert await engine.abort("aborted") is True
     with pytest.raises(RequestCancelledError):
-        await asyncio.wait_for(task, 30)
+        await asyncio.wait_for(task, 120)
     assert await engine.abort("aborted") is False
     await engine.probe()
     assert engine.load().queue_length == 0
@@ -232,7 +232,7 @@ async def test_an_engine_core_in_its_own_process(require_packages: Callable[...,
         await asyncio.wait_for(begun.wait(), 120)
         assert await engine.abort("aborted") is True
         with pytest.raises(RequestCancelledError):
-            await asyncio.wait_for(task, 30)
+            await asyncio.wait_for(task, 120)
         assert engine.load().queue_length == 0
         assert await engine.control(types_pb2.CONTROL_METHOD_RESET_PREFIX_CACHE, {}) == {"reset": True}
     finally:

@@ -16,7 +16,7 @@ from omni.v1 import inference_service_pb2_grpc as pb_grpc
 from omni.v1 import prompt_pb2
 from tests.support.system import ROOT, System, running_system
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
