@@ -89,7 +89,7 @@ async def settled(client: openai.AsyncOpenAI, gateway: ServiceProcess) -> None:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("async_chunk", [True, False])
 async def test_speech_pipeline(services: Services, clients: list[openai.AsyncOpenAI], async_chunk: bool) -> None:
     deploy = (EXAMPLES / "three_stage_sim.yaml").read_text()
@@ -143,7 +143,7 @@ stages:
 """
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 async def test_sigkill_before_output_is_not_seen(services: Services, clients: list[openai.AsyncOpenAI]) -> None:
     # Late enough for all twelve to be bound and one worker killed before.
     gateway, workers, pipeline = await start(services, SLOW.replace("TTFT", "6000"), {0: 2})
@@ -163,7 +163,7 @@ async def test_sigkill_before_output_is_not_seen(services: Services, clients: li
     await settled(client, gateway)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 async def test_sigkill_after_output_is_a_clean_error(services: Services, clients: list[openai.AsyncOpenAI]) -> None:
     gateway, workers, pipeline = await start(services, SLOW.replace("TTFT", "10"), {0: 1})
     client = client_of(gateway, clients)

@@ -25,7 +25,7 @@ def post(system: System, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
         system.http + path, data=body, headers={"content-type": "application/json"}, method="POST"
     )
     try:
-        with urllib.request.urlopen(request, timeout=20) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             return response.status, json.loads(response.read())
     except urllib.error.HTTPError as error:
         with error:

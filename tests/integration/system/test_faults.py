@@ -111,7 +111,6 @@ def test_etcdctl_reads_like_documentation(system: System) -> None:
     assert re.fullmatch(r"127\.0\.0\.1:\d+", record["endpoint"])
 
 
-@pytest.mark.timeout(120)
 def test_killed_talker_leaves_the_pipeline_serving(slow_system: System) -> None:
     system = slow_system
     talkers: dict[int, dict[str, Any]] = {
