@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Final, Self
@@ -216,12 +215,12 @@ def _token_files(settings: ControlPlaneConfig) -> dict[Role, TokenFile]:
 def main(argv: Sequence[str]) -> int:
     """Run until a signal: 0. Wrong flags: 2. If it cannot go on (port taken, store of another schema): that error's
     exit code."""
-    settings = omniconfig.parse(ControlPlaneConfig, argv, program="omniplane control-plane", component="control_plane")
+    program = "omniplane control-plane"
+    settings = omniconfig.parse(ControlPlaneConfig, argv, program=program, component="control_plane")
     try:
         settings.check()
     except ValueError as error:
-        print(f"omniplane control-plane: error: {error}", file=sys.stderr)
-        return 2
+        return omniconfig.wrong_use(program, str(error))
     settings.begin("control-plane")
     return run(_serve(settings))
 

@@ -13,15 +13,23 @@ import dataclasses
 import inspect
 import math
 import os
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import orjson
 
+from omnicore import arguments
+
 T = TypeVar("T")
 Check = Callable[[Any], None]
+
+_LARGEST = 2**63 - 1
+"""Of whole numbers: what every format that they may be written in can hold."""
+LONGEST_S = 365 * 86_400
+"""Of durations, for flags that say so: a year, far below what timers and messages hold."""
 
 
 def option(
@@ -56,10 +64,36 @@ def not_negative(value: float) -> None:
         raise ValueError(f"must be 0 or more, got {value:g}")
 
 
+def duration(value: float) -> None:
+    """Accept seconds above 0, up to ``LONGEST_S``."""
+    if not 0 < value <= LONGEST_S:
+        raise ValueError(f"must be a number of seconds above 0 and at most {LONGEST_S}, got {value:g}")
+
+
+def duration_or_0(value: float) -> None:
+    """Accept seconds from 0 up to ``LONGEST_S``."""
+    if not 0 <= value <= LONGEST_S:
+        raise ValueError(f"must be a number of seconds from 0 to {LONGEST_S}, got {value:g}")
+
+
+def within(low: int, high: int, what: str = "a whole number") -> Check:
+    """Accept ``what``, ``low`` to ``high``."""
+
+    def check(value: int) -> None:
+        if not low <= value <= high:
+            raise ValueError(f"must be {what} from {low} to {high}, got {value}")
+
+    return check
+
+
+stage_number = within(0, 65535, "a stage id")
+"""Accept what a deploy file accepts."""
+
+
 def host_port(value: str) -> None:
     """Accept "host:port" with a port of 0 to 65535; 0 takes any free port."""
     host, separator, port = value.rpartition(":")
-    if not separator or not host or not port.isdigit() or int(port) > 65535:
+    if not separator or not host or not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535):
         raise ValueError(f"must be host:port, got {value!r}")
 
 
@@ -95,12 +129,15 @@ def parse(
     program: str,
     component: str,
     environ: Mapping[str, str] = os.environ,
+    usage: str = "",
     epilog: str = "",
 ) -> T:
-    """Fill ``cls`` from ``environ`` and ``argv``. Exits: code 2 for wrong input, 0 for --help and --print-config."""
-    parser = argparse.ArgumentParser(
+    """Fill ``cls`` from ``environ`` and ``argv``. Exits: code 2 for wrong input, 0 for --help and --print-config.
+    ``usage``: what help writes between program and flags."""
+    parser = _Parser(
         prog=program,
-        description=(cls.__doc__ or "").strip().split("\n\n")[0].replace("\n", " "),
+        usage=" ".join(word for word in (program, usage, "[flags]") if word),
+        description=" ".join((cls.__doc__ or "").strip().split("\n\n")[0].split()),
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -111,7 +148,10 @@ def parse(
     parser.add_argument(
         "--print-config", action="store_true", help="print the effective configuration as JSON and exit"
     )
-    given = vars(parser.parse_args(list(argv)))
+    known, rest = parser.parse_known_args(list(argv))
+    if rest:
+        parser.error(arguments.unrecognized(rest, parser._option_string_actions))
+    given = vars(known)
 
     values: dict[str, Any] = {}
     for field in fields:
@@ -137,6 +177,20 @@ def parse(
         print(orjson.dumps(config, option=orjson.OPT_INDENT_2).decode())
         raise SystemExit(0)
     return config
+
+
+def wrong_use(program: str, text: str) -> int:
+    """Say on standard error what is wrong with a command line of ``program``; returns its exit code, 2. One line: who
+    starts services shows the last one of their logs."""
+    print(f"error: {text}; see '{program} --help'", file=sys.stderr)
+    return 2
+
+
+class _Parser(arguments.ArgumentParser):
+    """Ends the process with one line of error and one that says where help is."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SystemExit(wrong_use(self.prog, arguments.plain(message)))
 
 
 def _variable(component: str, name: str) -> str:
@@ -206,10 +260,17 @@ def _convert(raw: Any, hint: Any) -> Any:
             return False
         raise ValueError(f"must be true or false, got {raw!r}")
     if hint is int or hint is float:
+        what = "a whole number" if hint is int else "a number"
+        shown = raw if len(raw) <= 40 else f"{raw[:40]}…"
         try:
-            return hint(raw)
+            if "_" in raw:  # Python's own way of writing numbers
+                raise ValueError
+            number = hint(raw)
         except ValueError:
-            raise ValueError(f"must be {'a whole number' if hint is int else 'a number'}, got {raw!r}") from None
+            raise ValueError(f"must be {what}, got {shown!r}") from None
+        if hint is int and abs(number) > _LARGEST:
+            raise ValueError(f"must be {what} of at most {_LARGEST}, got {shown}")
+        return number
     if typing.get_origin(hint) is tuple:
         return tuple(part.strip() for part in raw.split(",") if part.strip())
     return raw

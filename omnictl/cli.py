@@ -37,7 +37,7 @@ def _run(argv: list[str]) -> int:
         if not argv:
             print(parser.format_help(), end="")
             return errors.InvalidRequestError.row.exit_code
-        args = parser.parse_args(argv)
+        args = parser.parse_all(argv)
         if not hasattr(args, "run"):
             group = getattr(args, "group", None)
             if group is None:

@@ -185,7 +185,8 @@ def whole_number(text: str, flag: str, command: str, *, low: int = 1, high: int 
     # Python itself refuses to read thousands of digits.
     number = int(text) if text.isascii() and text.isdecimal() and len(text) <= 100 else -1
     if not low <= number <= high:
-        wanted = f"of {low} or more" if high >= 2**63 - 1 else f"from {low} to {high}"
+        told = high < 2**63 - 1 or (text.isdecimal() and len(text) >= 19)  # who comes near the limit is told it
+        wanted = f"from {low} to {high}" if told else f"of {low} or more"
         raise usage_error(f"{flag}: must be a whole number {wanted}, got {cut(text, 60)!r}", command)
     return number
 

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from omnicore import arguments
 from omnicore.errors import InvalidRequestError
 
 _MIN_WIDTH, _MAX_WIDTH = 60, 100
@@ -46,7 +47,7 @@ class Positional:
     """More of the same kind may follow."""
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(arguments.ArgumentParser):
     """An ``ArgumentParser`` whose help looks like kubectl's and whose errors are ``InvalidRequestError``.
 
     ``description`` says what the command does, ``examples`` are alternating comment and command lines.
@@ -75,7 +76,18 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise ``InvalidRequestError`` that names the command whose help explains more."""
-        raise usage_error(message, self.prog)
+        raise usage_error(arguments.plain(message), self.prog)
+
+    def parse_all(self, argv: Sequence[str]) -> argparse.Namespace:
+        """The arguments of the command that ``argv`` names. Raises ``InvalidRequestError`` also for words that no
+        command takes, and ``HelpRequested``."""
+        args, rest = self.parse_known_args(list(argv))
+        if rest:
+            command = self
+            for name in getattr(args, "command", "").split():
+                command = command.commands()[name]
+            raise usage_error(arguments.unrecognized(rest, command.flags()), command.prog)
+        return args
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:

@@ -39,6 +39,13 @@ def parse_selector(text: str | None, *, depth: int, what: str) -> Selector:
     return Selector(parts[0], parts[1] if len(parts) > 1 else "", replica_id)
 
 
+def parse_pipeline(text: str) -> Selector:
+    """``PIPELINE``."""
+    if not text or "/" in text:
+        raise usage_error(f"NAME: must be the name of a pipeline, got {text!r}")
+    return Selector(text)
+
+
 def parse_replica(text: str) -> Selector:
     """``PIPELINE/STAGE/REPLICA``, complete."""
     parts = text.split("/")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from connectors.shm import DEFAULT_POOL_BYTES
-from omnicore.config import host_port_or_empty, host_ports, not_negative, option, positive
+from omnicore.config import host_port_or_empty, host_ports, not_negative, option, positive, stage_number
 from omnicore.process import ProcessConfig
 from omnicore.security import SecurityConfig
 from stage_worker.flows import OPEN_WAIT_S
@@ -27,7 +27,7 @@ class StageWorkerConfig(ProcessConfig, SecurityConfig):
     """One replica of one stage: loads its engine, registers, serves gateways and peer workers."""
 
     pipeline: str = option(help="pipeline to serve a stage of", check=_named)
-    stage_id: int = option(help="stage to serve", check=not_negative)
+    stage_id: int = option(help="stage to serve", check=stage_number)
     control_plane: tuple[str, ...] = option(help="control planes, host:port[,host:port]", check=host_ports)
     listen: str = option(
         "",

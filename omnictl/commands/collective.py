@@ -103,11 +103,13 @@ def _add_flags(parser: Parser, verb: str) -> None:
 async def _run(verb: str, args: argparse.Namespace) -> int:
     command = f"omnictl {verb}"
     names = [part.strip() for text in args.stage for part in text.split(",") if part.strip()]
-    if bool(names) == args.all_stages:
+    if names and args.all_stages:
+        raise usage_error("--stage and --all-stages: give one of the two", command)
+    if not names and not args.all_stages:
         raise usage_error("--stage STAGE or --all-stages: one of the two is needed", command)
     limit_s = seconds(args.replica_timeout, "--replica-timeout")
     if limit_s > _MAX_S:
-        raise usage_error(f"--replica-timeout: at most {_MAX_S:g} s, got {args.replica_timeout!r}", command)
+        raise usage_error(f"--replica-timeout: must be at most {_MAX_S:g} s, got {args.replica_timeout!r}", command)
     request = admin_service_pb2.CollectiveRpcRequest(
         method=_method(verb, args),
         timeout=to_duration(limit_s),

@@ -62,6 +62,11 @@ def add(commands: Commands) -> None:
     )
     _add_name(show, nargs="?")
     add_output_flag(show, ("yaml", "json"))
+    _add_changing(group)
+
+
+def _add_changing(group: Commands) -> None:
+    """The commands that write the context file."""
     use = group.add(
         "use",
         _use,
@@ -173,13 +178,14 @@ async def _set(args: argparse.Namespace) -> int:
 async def _delete(args: argparse.Namespace) -> int:
     path = _path()
     report = output.Report(args.output)
+    names = list(dict.fromkeys(args.name))
     with contexts.locked(path):
         known = contexts.load(path)
-        for name in args.name:
+        for name in names:
             _get(known, name)  # all are there, or none is removed
-        kept = {name: context for name, context in known.contexts.items() if name not in args.name}
+        kept = {name: context for name, context in known.contexts.items() if name not in names}
         contexts.store(path, contexts.Contexts(known.current if known.current in kept else "", kept))
-    for name in args.name:
+    for name in names:
         report.done(name, "deleted")
     report.end()
     return 0
@@ -203,6 +209,8 @@ def _changes(args: argparse.Namespace) -> dict[str, Any]:
     url = changes.get("gateway_http", "")
     if url and not url.startswith(("http://", "https://")):
         raise usage_error(f"--gateway-http: must be http://host:port, got {url!r}", "omnictl context set")
+    if getattr(args, "insecure", None) and args.no_insecure:
+        raise usage_error("--insecure and --no-insecure: give one of the two", "omnictl context set")
     if getattr(args, "insecure", None):
         changes["insecure"] = True
     if args.no_insecure:

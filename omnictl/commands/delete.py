@@ -7,7 +7,7 @@ import sys
 
 from omni.v1 import pipeline_service_pb2
 from omnicore.errors import DataLossError
-from omnictl import connect, output
+from omnictl import connect, output, refs
 from omnictl.commands.base import ACTION_FORMATS, Commands, add_output_flag, settings_of
 
 
@@ -28,11 +28,12 @@ def add(commands: Commands) -> None:
 
 async def _run(args: argparse.Namespace) -> int:
     report = output.Report(args.output)
+    names = list(dict.fromkeys(refs.parse_pipeline(text).pipeline for text in args.names))
     async with connect.control_plane(settings_of(args)) as plane:
-        for name in args.names:
+        for name in names:
             await _look_up(plane, name)
         try:
-            for name in args.names:
+            for name in names:
                 request = pipeline_service_pb2.DeletePipelineRequest(name=name, request_id=connect.request_id())
                 answer = await plane.call(plane.pipelines.DeletePipeline, request)
                 report.done(name if args.output == "name" else f"pipeline {name}", "deleted", output.to_dict(answer))

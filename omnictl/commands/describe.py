@@ -26,6 +26,7 @@ _KINDS = {
     "stage": ("stage", "stages", "st"),
     "replica": ("replica", "replicas", "rp"),
 }
+_PARSE = {"pipeline": refs.parse_pipeline, "stage": refs.parse_stage, "replica": refs.parse_replica}
 
 
 def add(commands: Commands) -> None:
@@ -54,18 +55,17 @@ def add(commands: Commands) -> None:
 async def _run(args: argparse.Namespace) -> int:
     settings = settings_of(args)
     kind = next(kind for kind, words in _KINDS.items() if args.kind in words)
+    selector = _PARSE[kind](args.name)
     async with connect.control_plane(settings) as plane:
         if kind == "pipeline":
-            selector = refs.parse_selector(args.name, depth=1, what="NAME")
             plan = await plane.get_pipeline(selector.pipeline)
             print(describe_pipeline(plan, (await plane.list_replicas(selector.pipeline)).replicas))
         elif kind == "stage":
-            selector = refs.parse_stage(args.name)
             plan = await plane.get_pipeline(selector.pipeline)
             stage_id = refs.stage_id_of(plan, selector.stage)
             print(describe_stage(plan, stage_id, (await plane.list_replicas(selector.pipeline)).replicas, time.time()))
         else:
-            print(await _replica(plane, refs.parse_replica(args.name)))
+            print(await _replica(plane, selector))
     return 0
 
 
@@ -148,64 +148,64 @@ def describe_replica(replica: types_pb2.Replica, plan: pipeline_pb2.Pipeline, no
     names = refs.names([plan])
     since = replica.register_time.ToDatetime(datetime.UTC).isoformat(timespec="seconds")
     registered_s = replica.register_time.ToNanoseconds() / 1e9
-    where, shared = replica.placement, replica.fingerprint
+    head = [
+        ("Name", rows.replica_name(replica.ref)),
+        ("Stage", names.get((replica.ref.stage.pipeline, replica.ref.stage.stage_id), "")),
+        ("State", rows.state_text(replica)),
+        ("Routable", "yes" if rows.is_routable(replica, plan) else "no"),
+        ("Endpoint", replica.endpoint),
+        ("Epoch", str(replica.ref.epoch)),
+        ("Instance", replica.instance_uuid),
+        ("Engine", replica.engine),
+        ("Registered", f"{since} ({output.age(now_s - registered_s)} ago)"),
+        *([("Heartbeat", heartbeat)] if heartbeat else []),
+        *([("Draining", _drain(replica.drain))] if replica.HasField("drain") else []),
+    ]
     parts = [
-        _pairs(
-            [
-                ("Name", rows.replica_name(replica.ref)),
-                ("Stage", names.get((replica.ref.stage.pipeline, replica.ref.stage.stage_id), "")),
-                ("State", rows.state_text(replica)),
-                ("Routable", "yes" if rows.is_routable(replica, plan) else "no"),
-                ("Endpoint", replica.endpoint),
-                ("Epoch", str(replica.ref.epoch)),
-                ("Instance", replica.instance_uuid),
-                ("Engine", replica.engine),
-                ("Registered", f"{since} ({output.age(now_s - registered_s)} ago)"),
-                *([("Heartbeat", heartbeat)] if heartbeat else []),
-                *([("Draining", _drain(replica.drain))] if replica.HasField("drain") else []),
-            ]
-        ),
-        "Placement:\n"
-        + _pairs(
-            [
-                ("Host", where.host),
-                ("Pid", str(where.pid or "")),
-                ("Devices", ", ".join(where.devices)),
-                ("Domain", where.topology_domain),
-                ("Boot id", where.boot_id),
-            ],
-            indent=2,
-        ),
-        "Fingerprint:\n"
-        + _pairs(
-            [
-                ("Model", shared.model),
-                ("Config", shared.config_sha256),
-                ("Tensor parallel", str(shared.tensor_parallel_size)),
-                ("KV layout", shared.kv_layout),
-                ("Protocol", shared.protocol_version),
-            ],
-            indent=2,
-        ),
+        _pairs(head),
+        "Placement:\n" + _pairs(_placement(replica.placement), indent=2),
+        "Fingerprint:\n" + _pairs(_fingerprint(replica.fingerprint), indent=2),
     ]
     if replica.HasField("load"):
-        report = replica.load
-        pairs = [
-            ("Running", str(report.running)),
-            ("Waiting", str(report.waiting)),
-            ("KV in use", f"{report.kv_usage_ratio:.1%}"),
-            ("Pool free", f"{report.transfer_pool_free_bytes / 2**20:.1f} MiB"),
-            ("Transfers", str(report.inflight_transfers)),
-            ("Outputs", str(report.outputs_total)),
-        ]
-        parts.append("Load:\n" + _pairs(pairs, indent=2))
+        parts.append("Load:\n" + _pairs(_load(replica.load), indent=2))
     if replica.connectors:
-        offers = [
-            f"  {offer.name}{f' at {offer.address}' if offer.address else ''}{'' if offer.healthy else ' (unhealthy)'}"
-            for offer in replica.connectors
-        ]
-        parts.append("Connectors, best first:\n" + "\n".join(offers))
+        parts.append("Connectors, best first:\n" + "\n".join(f"  {_offer(offer)}" for offer in replica.connectors))
     return "\n".join(parts)
+
+
+def _placement(where: types_pb2.Placement) -> Pairs:
+    return [
+        ("Host", where.host),
+        ("Pid", str(where.pid or "")),
+        ("Devices", ", ".join(where.devices)),
+        ("Domain", where.topology_domain),
+        ("Boot id", where.boot_id),
+    ]
+
+
+def _fingerprint(shared: types_pb2.StageFingerprint) -> Pairs:
+    return [
+        ("Model", shared.model),
+        ("Config", shared.config_sha256),
+        ("Tensor parallel", str(shared.tensor_parallel_size)),
+        ("KV layout", shared.kv_layout),
+        ("Protocol", shared.protocol_version),
+    ]
+
+
+def _load(report: types_pb2.LoadReport) -> Pairs:
+    return [
+        ("Running", str(report.running)),
+        ("Waiting", str(report.waiting)),
+        ("KV in use", f"{report.kv_usage_ratio:.1%}"),
+        ("Pool free", f"{report.transfer_pool_free_bytes / 2**20:.1f} MiB"),
+        ("Transfers", str(report.inflight_transfers)),
+        ("Outputs", str(report.outputs_total)),
+    ]
+
+
+def _offer(offer: types_pb2.ConnectorOffer) -> str:
+    return f"{offer.name}{f' at {offer.address}' if offer.address else ''}{'' if offer.healthy else ' (unhealthy)'}"
 
 
 def _drain(order: types_pb2.DrainOrder) -> str:

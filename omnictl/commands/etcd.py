@@ -13,7 +13,7 @@ import grpc.aio
 from omni.v1 import inspect_service_pb2 as pb
 from omnictl import connect, output, storekeys
 from omnictl.commands.base import Commands, add_output_flag, settings_of
-from omnictl.parser import Parser
+from omnictl.parser import Parser, usage_error
 from omnictl.streams import responses
 
 _PAGE_SIZE = 500
@@ -36,6 +36,26 @@ def add(commands: Commands) -> None:
             "'etcdctl get --prefix /omni/v1/', 'etcdctl watch --prefix /omni/v1/', 'etcdctl lease list'."
         ),
     )
+    _add_keys(group)
+    leases = group.add(
+        "leases",
+        _leases,
+        description="List leases: what goes when nobody renews them, and when.",
+        examples=("omnictl etcd leases", "omnictl etcd leases -o wide"),
+    )
+    add_output_flag(leases)
+    leases.add_argument("--no-headers", action="store_true", help="leave out the headings of a table")
+    status = group.add(
+        "status",
+        _status,
+        description="Show etcd's members, leader, version and size.",
+        examples=("omnictl etcd status",),
+    )
+    add_output_flag(status, ("text", "json", "yaml"))
+
+
+def _add_keys(group: Commands) -> None:
+    """The commands about keys."""
     ls = group.add(
         "ls",
         _ls,
@@ -75,21 +95,6 @@ def add(commands: Commands) -> None:
     _add_prefix(watch)
     watch.add_argument("--revision", metavar="N", help="begin with the changes after this revision")
     add_output_flag(watch, ("table", "json", "name"))
-    leases = group.add(
-        "leases",
-        _leases,
-        description="List leases: what goes when nobody renews them, and when.",
-        examples=("omnictl etcd leases", "omnictl etcd leases -o wide"),
-    )
-    add_output_flag(leases)
-    leases.add_argument("--no-headers", action="store_true", help="leave out the headings of a table")
-    status = group.add(
-        "status",
-        _status,
-        description="Show etcd's members, leader, version and size.",
-        examples=("omnictl etcd status",),
-    )
-    add_output_flag(status, ("text", "json", "yaml"))
 
 
 def _add_prefix(parser: Parser) -> None:
@@ -135,6 +140,8 @@ async def list_keys(
 
 
 async def _get(args: argparse.Namespace) -> int:
+    if not args.key and not args.prefix:
+        raise usage_error("KEY: must not be empty; 'omnictl etcd ls' lists all keys", "omnictl etcd get")
     async with connect.control_plane(settings_of(args)) as plane:
         if args.prefix:
             keys, _ = await list_keys(plane, args.key)
@@ -159,7 +166,7 @@ async def _get(args: argparse.Namespace) -> int:
 
 async def _watch(args: argparse.Namespace) -> int:
     settings = settings_of(args)
-    seen = output.whole_number(args.revision, "--revision", "omnictl etcd watch") if args.revision else 0
+    seen = output.whole_number(args.revision, "--revision", "omnictl etcd watch") if args.revision is not None else 0
 
     def begin(plane: connect.ControlPlane) -> grpc.aio.UnaryStreamCall[Any, pb.WatchKeysResponse]:
         call: grpc.aio.UnaryStreamCall[Any, pb.WatchKeysResponse] = plane.inspect.WatchKeys(

@@ -143,13 +143,15 @@ async def _run(verb: _Verb, args: argparse.Namespace) -> int:
     epoch = 0
     if args.epoch is not None:
         epoch = output.whole_number(args.epoch, "--epoch", f"omnictl {verb.name}", high=2**64 - 1)
-    if epoch and len(selectors) > 1:
+    if args.epoch is not None and len(selectors) > 1:
         raise usage_error("--epoch: goes with one REPLICA only", f"omnictl {verb.name}")
     wait_s = _wait_s(args) if verb.name == "drain" else None
+    verb.request(types_pb2.ReplicaRef(), args)  # raises for what it cannot hold, while nobody is asked yet
     report = output.Report(args.output)
     async with connect.control_plane(settings) as plane:
-        # All names are resolved before anything is changed.
-        found = [await _resolve(plane, selector, epoch) for selector in selectors]
+        # All names are resolved before anything is changed; one that is named twice, by id and name say, is one.
+        by_name = {rows.replica_name(ref): ref for ref in [await _resolve(plane, s, epoch) for s in selectors]}
+        found = list(by_name.values())
         # Claims, not ids: a successor that takes a drained replica's id meanwhile is another one.
         claims = await _claims(plane, found) if wait_s is not None else {}
         try:

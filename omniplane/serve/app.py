@@ -28,6 +28,7 @@ _log = get_logger(__name__)
 # A process that keeps dying is tried again after so long, then ever more seldom: what it lacks may come back.
 _CRASH_LOOP_DELAY_S = 30.0
 
+_PROGRAM = "omniplane serve"
 _EPILOG = """\
 Any key of a stage can be given as --stage-N-KEY VALUE, such as --stage-1-max-num-seqs 8; it goes before the file.
 
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         config, flags = parse(argv)
     except InvalidRequestError as error:
-        return _wrong_use(error)
+        return configuration.wrong_use(_PROGRAM, error.message)
     config.begin("serve")
     for warn, text in config.notes():
         (_log.warning if warn else _log.info)(text)
@@ -64,7 +65,7 @@ def parse(argv: Sequence[str]) -> tuple[ServeConfig, StageKeys]:
     if words and not words[0].startswith("-"):
         words = ["--model", *words]
     config = configuration.parse(
-        ServeConfig, words, program="omniplane serve [MODEL]", component="serve", epilog=_EPILOG
+        ServeConfig, words, program=_PROGRAM, component="serve", usage="[MODEL]", epilog=_EPILOG
     )
     config.check()
     return config, flags
@@ -139,8 +140,3 @@ def _tell(member: Member, text: str) -> None:
     level = _log.error if member.state in (State.CRASH_LOOP, State.FAILED) else _log.warning
     for line in text.splitlines():
         level(line, state=member.state.value)
-
-
-def _wrong_use(error: InvalidRequestError) -> int:
-    print(f"omniplane serve: error: {error.message}\nsee 'omniplane serve --help'", file=sys.stderr)
-    return error.row.exit_code

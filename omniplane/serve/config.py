@@ -8,7 +8,7 @@ import ipaddress
 import math
 from collections.abc import Iterator
 
-from omnicore.config import host_port, not_negative, option, positive
+from omnicore.config import duration, duration_or_0, host_port, option, stage_number, within
 from omnicore.errors import InvalidRequestError
 from omnicore.policies import BALANCING_POLICIES
 from omnicore.process import ProcessConfig
@@ -41,9 +41,10 @@ def _port(value: int) -> None:
         raise ValueError(f"must be a port, 0 to 65535 (0 takes any free one), got {value}")
 
 
-def _at_least_one(value: int) -> None:
-    if value < 1:
-        raise ValueError(f"must be 1 or more, got {value}")
+# As a deploy file takes them.
+_RANKS = within(1, 4096)
+_REPLICAS = within(1, 4096)
+_COUNT = within(1, 2**31 - 1)
 
 
 def _heartbeat_timeout(value: float) -> None:
@@ -76,9 +77,9 @@ def _endpoints(value: tuple[str, ...]) -> None:
 class EngineFlags:
     """Engine flags: keys of a stage in the deploy file, which they go before (docs/serve.md says of which stages)"""
 
-    tensor_parallel_size: int | None = option(None, help="ranks of one replica", check=_at_least_one, flags=("-tp",))
+    tensor_parallel_size: int | None = option(None, help="ranks of one replica", check=_RANKS, flags=("-tp",))
     pipeline_parallel_size: int | None = option(
-        None, help="ranks that each hold some of the layers", check=_at_least_one, flags=("-pp",)
+        None, help="ranks that each hold some of the layers", check=_RANKS, flags=("-pp",)
     )
     quantization: str = option("", help="how weights are quantized, such as fp8", flags=("-q",))
     trust_remote_code: bool | None = option(None, help="run code that comes with the model")
@@ -86,9 +87,9 @@ class EngineFlags:
     kv_cache_dtype: str = option("", help="type of the KV cache")
     load_format: str = option("", help="form of the weights")
     tokenizer: str = option("", help="tokenizer, where it is not the model's own")
-    max_model_len: int | None = option(None, help="tokens of prompt and output together", check=_at_least_one)
-    max_num_seqs: int | None = option(None, help="requests that one replica works on", check=_at_least_one)
-    max_num_batched_tokens: int | None = option(None, help="tokens of one step", check=_at_least_one)
+    max_model_len: int | None = option(None, help="tokens of prompt and output together", check=_COUNT)
+    max_num_seqs: int | None = option(None, help="requests that one replica works on", check=_COUNT)
+    max_num_batched_tokens: int | None = option(None, help="tokens of one step", check=_COUNT)
     gpu_memory_utilization: float | None = option(None, help="share of the device's memory", check=_share)
     enforce_eager: bool | None = option(None, help="no CUDA graphs")
     enable_prefix_caching: bool | None = option(None, help="reuse the KV of equal prompt beginnings")
@@ -111,9 +112,9 @@ class ServeConfig(EngineFlags, ProcessConfig, SecurityConfig):
     model: str = option("", help="MODEL: model of stages whose deploy file names none; also the first argument")
     omni: bool = option(False, help="taken for compatibility: every pipeline is served this way")
     headless: bool = option(False, help="no control plane, no gateway: only replicas, which join the head's")
-    stage_id: int | None = option(None, help="stage whose replicas this process runs", check=not_negative)
+    stage_id: int | None = option(None, help="stage whose replicas this process runs", check=stage_number)
     omni_dp_size_local: int = option(
-        1, help="replicas of --stage-id that this process runs; each process has its own number", check=_at_least_one
+        1, help="replicas of --stage-id that this process runs; each process has its own number", check=_REPLICAS
     )
     omni_lb_policy: str = option(
         DEFAULT_POLICY, help="how a stage's replica is chosen; on heads", choices=BALANCING_POLICIES
@@ -144,10 +145,10 @@ class ServeConfig(EngineFlags, ProcessConfig, SecurityConfig):
     stage_init_timeout: float = option(
         DEFAULT_STAGE_INIT_TIMEOUT_S,
         help="seconds that a replica may take to load, and heads wait for the planned replicas of other stages",
-        check=positive,
+        check=duration,
     )
     init_timeout: float = option(
-        DEFAULT_INIT_TIMEOUT_S, help="seconds until everything that this process starts must serve", check=positive
+        DEFAULT_INIT_TIMEOUT_S, help="seconds until everything that this process starts must serve", check=duration
     )
     host: str = option("127.0.0.1", help="host of the HTTP API", check=_host)
     port: int = option(8000, help="port of the HTTP API; 0 takes any free one", check=_port)
@@ -168,10 +169,10 @@ class ServeConfig(EngineFlags, ProcessConfig, SecurityConfig):
     )
     cluster: str = option("default", help="name of the cluster in etcd's keys (ours)")
     startup_timeout: float = option(
-        300.0, help="headless: seconds to wait for the head and its pipeline (ours)", check=positive
+        300.0, help="headless: seconds to wait for the head and its pipeline (ours)", check=duration
     )
     drain_timeout: float = option(
-        30.0, help="seconds that running requests may take after SIGTERM (ours)", check=not_negative
+        30.0, help="seconds that running requests may take after SIGTERM (ours)", check=duration_or_0
     )
 
     @property

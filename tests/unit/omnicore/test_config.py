@@ -47,6 +47,18 @@ def test_defaults_environment_flags_in_that_order() -> None:
         (("--peers", "a:1", "--ttl-s", "-1"), {}, "--ttl-s: must be a number above 0"),
         (("--peers", "a:1", "--count", "1.5"), {}, "--count: must be a whole number"),
         (("--peers", "a:1", "--policy", "c"), {}, "--policy: must be one of a, b"),
+        (("--peers", "a:1", "--count", "1_000"), {}, "--count: must be a whole number, got '1_000'"),
+        (
+            ("--peers", "a:1", "--count", "9" * 400),
+            {},
+            "--count: must be a whole number of at most 9223372036854775",
+        ),
+        (("--peers", "a:1", "--count", "9" * 9000), {}, "--count: must be a whole number, got '9999"),
+        (("--peers", "a:1", "--ttl-s", "-5s"), {}, "--ttl-s: must be a number, got '-5s'"),
+        (("--peers", "a:1", "--ttl-s", "-inf"), {}, "--ttl-s: must be a number above 0, got -inf"),
+        (("--peers", "a:1", "--ttl-s"), {}, "--ttl-s: needs a value"),
+        (("--peers", "a:\u0661"), {}, "--peers: must be host:port"),
+        (("--peers", "a:1", "--limti", "1"), {}, "unrecognized arguments: --limti 1: did you mean '--limit'?"),
         (("--peers", "a:1"), {"OMNI_SAMPLE_LOUD": "maybe"}, "OMNI_SAMPLE_LOUD: must be true or false"),
         (("--peers", "a:1", "--typo", "1"), {}, "unrecognized arguments: --typo"),
     ],
@@ -57,7 +69,9 @@ def test_wrong_input_exits_2_and_names_its_source(
     with pytest.raises(SystemExit) as exit_info:
         parse(*argv, **environ)
     assert exit_info.value.code == 2
-    assert message in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {message}")
+    assert line.endswith("; see 'sample --help'")
 
 
 def test_print_config_is_json(capsys: pytest.CaptureFixture[str]) -> None:

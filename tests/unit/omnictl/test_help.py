@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -65,13 +66,60 @@ def test_no_line_of_help_is_too_wide() -> None:
         (["get", "replica", "-o", "jsn"], "--output: 'jsn' is not accepted: did you mean 'json'?"),
         (["get", "repliicas"], "KIND: 'repliicas' is not accepted: did you mean 'replicas'?"),
         (["get"], "KIND"),
-        (["get", "replicas", "--wat"], "unrecognized arguments: --wat"),
+        (["get", "replicas", "--wat"], "unrecognized arguments: --wat: did you mean '--watch'?"),
+        (["down", "", "x"], "unrecognized arguments: '' x"),
+        (["drain", "a/b/0", "--reason"], "--reason: needs a value (one that begins with '-' is given as --reason="),
+        (["get", "replicas", "-o"], "--output: needs a value"),
+        (["apply"], "required: -f/--file"),
     ],
 )
 def test_wrong_command_lines_say_what_is_accepted(argv: list[str], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=re.escape(message)) as caught:
-        build_parser().parse_args(argv)
+        build_parser().parse_all(argv)
     assert caught.value.reason == "USAGE"
+    assert caught.value.metadata["command"].split()[1:] == [word for word in argv[:1] if word in COMMANDS]
+
+
+# The address is of TEST-NET: nobody is there, and who asked it would end with another code than 2.
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["drain", "a/b/0", "--deadline", "-5s"], "--deadline: must be a duration above 0 such as"),
+        (["drain", "a/b/0", "--deadline", ""], "--deadline: must be a duration above 0 such as"),
+        (["drain", "a/b/0", "--deadline", "9" * 40], "--deadline: must be at most 8760h"),
+        (["drain", "a/b/0", "--wait", "--wait-timeout", "-.5m"], "--wait-timeout: must be a duration above 0"),
+        (["drain", "a/b/0", "--wait-timeout", "5s"], "--wait-timeout: goes with --wait"),
+        (["drain", "a/b/0", "--epoch", "9" * 30], "--epoch: must be a whole number from 1 to 18446744073709551615"),
+        (["evict", "a/b/0", "a/b/1", "--epoch", "7"], "--epoch: goes with one REPLICA only"),
+        (["restart", "a/b", "--ready-timeout", "-1s"], "--ready-timeout: must be a duration above 0"),
+        (["restart", "a/b", "--max-unavailable", "0"], "--max-unavailable: must be a whole number from 1 to 10000"),
+        (["sleep", "a", "--stage", "0", "--all-stages"], "--stage and --all-stages: give one of the two"),
+        (["sleep", "a", "--stage", ","], "--stage STAGE or --all-stages: one of the two is needed"),
+        (["sleep", "a", "--stage", "0", "--replica-timeout", "-3s"], "--replica-timeout: must be a duration above 0"),
+        (["sleep", "a", "--stage", "0", "--level", "9"], "--level: must be 1 or 2, got '9'"),
+        (["describe", "replica", "a"], "REPLICA: must be PIPELINE/STAGE/REPLICA"),
+        (["describe", "stage", "a"], "STAGE: must be PIPELINE/STAGE"),
+        (["describe", "pipeline", ""], "NAME: must be the name of a pipeline, got ''"),
+        (["delete", "pipeline", "fine", ""], "NAME: must be the name of a pipeline, got ''"),
+        (["etcd", "get", ""], "KEY: must not be empty"),
+        (["etcd", "watch", "--revision", ""], "--revision: must be a whole number of 1 or more, got ''"),
+        (["etcd", "watch", "--revision", "9" * 19], "--revision: must be a whole number from 1 to 9223372036854775807"),
+        (["top", "--once", "--interval", "-2s"], "--interval: must be a duration above 0"),
+        (["status", "--timeout", "-2s"], "--timeout: must be a duration above 0"),
+        (["status", "--server", "b:\u0661"], "--server: must be host:port"),
+        (["context", "set", "a", "--insecure", "--no-insecure"], "--insecure and --no-insecure: give one of the two"),
+    ],
+)
+def test_wrong_values_are_refused_before_anybody_is_asked(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OMNICTL_CONTEXT", str(tmp_path / "context.json"))
+    assert main(["--insecure", "--server", "192.0.2.1:9", *argv]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(f"error: {message}")
+    assert lines[1].startswith(f"hint: see 'omnictl {argv[0]}")
+    assert len(lines) == 2
+    assert not (tmp_path / "context.json").exists()
 
 
 def test_a_wrong_command_line_is_an_error_line_a_hint_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:

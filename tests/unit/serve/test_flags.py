@@ -74,8 +74,8 @@ def test_which_flag_holds_where(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--omni-dp-size-local", "0"), "--omni-dp-size-local: must be 1 or more"),
-        (("--omni-dp-size-local", "-1"), "--omni-dp-size-local: must be 1 or more"),
+        (("--omni-dp-size-local", "0"), "--omni-dp-size-local: must be a whole number from 1 to 4096, got"),
+        (("--omni-dp-size-local", "-1"), "--omni-dp-size-local: must be a whole number from 1 to 4096, got"),
         (("--omni-dp-size-local", "x"), "--omni-dp-size-local: must be a whole number"),
         (("--omni-lb-policy", "best"), "round-robin, random, least-queue-length, got 'best'"),
         (("--omni-heartbeat-timeout", "0"), "--omni-heartbeat-timeout"),
@@ -84,7 +84,22 @@ def test_which_flag_holds_where(
         (("--omni-heartbeat-timeout", "inf"), "--omni-heartbeat-timeout"),
         (("--omni-master-port", "65536"), "--omni-master-port"),
         (("--port", "http"), "--port"),
-        (("--stage-id", "-1"), "--stage-id"),
+        (("--omni-dp-size-local", "1000000"), "--omni-dp-size-local: must be a whole number from 1 to 4096"),
+        (("--stage-id", "-1"), "--stage-id: must be a stage id from 0 to 65535, got -1"),
+        (("--stage-id", "70000"), "--stage-id: must be a stage id from 0 to 65535, got 70000"),
+        (("--stage-id", "1.5"), "--stage-id: must be a whole number"),
+        (("--stage-init-timeout", "-5s"), "--stage-init-timeout: must be a number, got '-5s'"),
+        (("--stage-init-timeout", "1e300"), "--stage-init-timeout: must be a number of seconds above 0 and at most"),
+        (("--init-timeout", "0"), "--init-timeout: must be a number of seconds above 0"),
+        (("--startup-timeout", "inf"), "--startup-timeout: must be a number of seconds above 0"),
+        (("--drain-timeout", "-1"), "--drain-timeout: must be a number of seconds from 0 to"),
+        (("--drain-timeout", "nan"), "--drain-timeout: must be a number of seconds from 0 to"),
+        (("--grpc-port", "70000"), "--grpc-port: must be a port, 0 to 65535"),
+        (("--tensor-parallel-size", "5000"), "--tensor-parallel-size: must be a whole number from 1 to 4096"),
+        (("--max-num-seqs", "3000000000"), "--max-num-seqs: must be a whole number from 1 to 2147483647"),
+        (("--max-model-len", "0"), "--max-model-len: must be a whole number from 1 to 2147483647"),
+        (("--replica-id", "9" * 30), "--replica-id: must be a whole number of at most"),
+        (("--deploy-config",), "--deploy-config: needs a value"),
         (("--gpu-memory-utilization", "1.7"), "--gpu-memory-utilization"),
         (("--no-such-flag",), "--no-such-flag"),
     ],
@@ -96,7 +111,10 @@ def test_wrong_values_name_the_flag(
     with pytest.raises(SystemExit) as caught:
         main([*mode, *flags])
     assert caught.value.code == 2
-    assert said in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert said in line
+    assert line.endswith("; see 'omniplane serve --help'")
 
 
 @pytest.mark.parametrize(
