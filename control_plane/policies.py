@@ -33,6 +33,7 @@ async def set_policy(
     stage, keys = validate.stage_key(request.stage), table.keys
     path, plan_path = keys.policy(stage), keys.pipeline(stage.pipeline)
     kind = pb.SetBalancingPolicyResponse
+    lost: str | None = None
     async with Answer(client, keys, "SetBalancingPolicy", request.request_id, request, kind) as answer:
         for _ in range(_ATTEMPTS):
             known, (plan, before) = await answer.look(plan_path, path)
@@ -42,6 +43,8 @@ async def set_policy(
                 raise no_plan(table, stage.pipeline)
             compat.find_stage(read_plan(plan), stage.stage_id)
             response = kind(previous_policy=_readable(before))
+            if lost is not None and response.previous_policy == request.policy:
+                response.previous_policy = lost  # it is in force by our own try, whose outcome was lost
             change = op_put(path, codec.encode_policy(request.policy)) if request.policy else op_delete(path)
             try:
                 result = await client.txn(
@@ -53,6 +56,7 @@ async def set_policy(
                     [change, *answer.ops(response)],
                 )
             except WriteOutcomeUnknown:
+                lost = response.previous_policy
                 continue  # setting it twice is setting it once
             if result.succeeded:
                 _log.info(

@@ -13,6 +13,7 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 
+from control_plane import codec
 from control_plane.etcd import Compare, EtcdClient, KeyValue, Lease, Op, TxnResult, WriteOutcomeUnknown
 from omni.v1 import admin_service_pb2 as pb
 from omni.v1 import pipeline_service_pb2 as pipeline_pb
@@ -20,6 +21,9 @@ from omni.v1 import registry_service_pb2 as registry_pb
 from omni.v1 import types_pb2
 from tests.integration.control_plane.harness import Client, Cluster, Worker, cluster
 from tests.integration.control_plane.test_admin import refusal
+
+# A busy machine takes several times as long as a free one.
+pytestmark = pytest.mark.timeout(180)
 
 STAGE = types_pb2.StageRef(pipeline="demo", stage_id=1)
 # More calls to etcd than any verb makes.
@@ -203,3 +207,31 @@ async def test_a_deletion_whose_answer_was_lost_is_no_missing_pipeline() -> None
         etcd_client.lose_next_answer()
         await delete(tested)
         assert await c.etcd_client.get("/omni/v1/default/pipelines/demo") is None
+
+
+@pytest.mark.parametrize("verb", sorted({case.verb for case in CASES}))
+async def test_a_verb_whose_answer_was_lost_is_answered_as_it_was_done(verb: str) -> None:
+    async with cluster() as c:
+        client = await c.start()
+        etcd_client, tested = await interrupted_plane(c)
+        worker = Worker(await client.apply())
+        await worker.register(client)
+        case = Case(verb, "")
+        etcd_client.lose_next_answer()
+        answer = await case.ask(tested, case.request(worker, "r1"))
+        assert await case.ask(client, case.request(worker, "r1")) == answer
+
+
+async def test_what_a_policy_took_the_place_of_is_told_although_an_answer_was_lost() -> None:
+    async with cluster() as c:
+        client = await c.start()
+        etcd_client, tested = await interrupted_plane(c)
+        before = ""
+        for policy in ("random", "round-robin", ""):
+            etcd_client.lose_next_answer()
+            request = pb.SetBalancingPolicyRequest(stage=STAGE, policy=policy)
+            assert (await tested.admin.SetBalancingPolicy(request)).previous_policy == before
+            stored = await c.etcd_client.get("/omni/v1/default/admin/policies/demo/1")
+            assert (codec.decode_policy(stored.value) if stored else "") == policy
+            before = policy
+        assert (await client.admin.SetBalancingPolicy(request)).previous_policy == ""

@@ -13,6 +13,9 @@ from tests.support.processes import Services, services
 
 __all__ = ["services"]
 
+# A busy machine takes several times as long as a free one.
+pytestmark = pytest.mark.timeout(180)
+
 STAGE = types_pb2.StageRef(pipeline="demo", stage_id=1)
 
 

@@ -79,13 +79,18 @@ async def test_lists_watches_and_plans() -> None:
             await until(lambda: bool(watcher.table), "its own replica")
             instances = {replica.instance_uuid for frame in watcher.frames for replica in frame.changed}
             assert instances == {mine.request.instance_uuid}
-        listed = await blue.registry.ListReplicas(registry_pb.ListReplicasRequest())
-        assert [replica.instance_uuid for replica in listed.replicas] == [worker.request.instance_uuid]
-        wanted = {}
-        for client in (blue, green):
-            status = await client.admin.GetClusterStatus(pb.GetClusterStatusRequest())
-            wanted[status.cluster] = [stage.wanted for stage in status.stages]
-        assert wanted == {"blue": [1, 2], "green": [1, 4]}
+
+        async def told() -> bool:
+            listed = await blue.registry.ListReplicas(registry_pb.ListReplicasRequest())
+            wanted = {}
+            for client in (blue, green):
+                status = await client.admin.GetClusterStatus(pb.GetClusterStatusRequest())
+                wanted[status.cluster] = [stage.wanted for stage in status.stages]
+            return [replica.instance_uuid for replica in listed.replicas] == [
+                worker.request.instance_uuid
+            ] and wanted == {"blue": [1, 2], "green": [1, 4]}
+
+        await eventually(told)
         inspect = inspect_service_pb2_grpc.InspectServiceStub(blue.channel)
         shown = await inspect.ListKeys(inspect_service_pb2.ListKeysRequest(keys_only=True))
         assert [key.key for key in shown.keys] == [*await keys_of(c, "blue"), "/omni/v1/meta"]
@@ -102,7 +107,11 @@ async def test_verbs_and_their_request_ids() -> None:
             # The id of a request is one of its cluster.
             uncordoned = await green.admin.UncordonReplica(pb.UncordonReplicaRequest(replica=REF, request_id="r1"))
             assert not uncordoned.replica.cordoned
-            assert (await blue.replicas())[0].cordoned
+
+            async def cordoned() -> bool:
+                return (await blue.replicas())[0].cordoned
+
+            await eventually(cordoned)
             policy = pb.SetBalancingPolicyRequest(stage=STAGE, policy="random")
             await blue.admin.SetBalancingPolicy(policy)
             assert (await green.admin.SetBalancingPolicy(policy)).previous_policy == ""
