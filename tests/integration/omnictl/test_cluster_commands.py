@@ -14,7 +14,7 @@ import pytest
 
 from tests.integration.omnictl.cli import SPEECH, Cli, wait_for
 
-pytestmark = pytest.mark.xdist_group("omnictl-cluster")
+pytestmark = [pytest.mark.xdist_group("omnictl-cluster"), pytest.mark.timeout(180)]
 
 
 def test_status(cluster: Cli) -> None:
@@ -157,13 +157,13 @@ def test_cordon_and_back_seen_by_a_watch(cluster: Cli) -> None:
         table.wait_out("READY,CORDONED")
         assert cluster.ok("uncordon", "speech/1/0") == "speech/1/0 uncordoned\n"
         wait_for(lambda: len(table.out.splitlines()) == 4, what="three rows under the headings")
+        wait_for(lambda: _cordons(objects.out) == [False, True, False], what="both changes as JSON")
         assert table.end(signal.SIGINT) == 130
         assert objects.end(signal.SIGINT) == 130
     assert [line.split()[2] for line in table.out.splitlines()] == ["STATE", "READY", "READY,CORDONED", "READY"]
     changes = [json.loads(line) for line in objects.out.splitlines()]
     assert [change["type"] for change in changes[:2]] == ["ADDED", "ADDED"]
-    cordons = [c["replica"]["cordoned"] for c in changes if c["replica"]["ref"]["replica_id"] == 0]
-    assert [c for i, c in enumerate(cordons) if i == 0 or c != cordons[i - 1]] == [False, True, False]
+    assert _cordons(objects.out) == [False, True, False]
 
 
 def test_apply_validate_and_delete(cluster: Cli, tmp_path: Path) -> None:
@@ -215,8 +215,15 @@ def test_a_second_cluster_lends_the_context_and_gives_it_back(cluster: Cli) -> N
         up.wait_out("second is ready after", 50)
         assert cluster.ok("get", "pipelines", "-o", "name") == "second\n"
         assert cluster.ok("down") == "stopped second\n"
-        assert up.process.wait(20) == 0
+        assert up.process.wait(40) == 0
     assert cluster.context.read_bytes() == before
+
+
+def _cordons(out: str) -> list[bool]:
+    """Of replica 0, one for each time that it changed, in the whole lines of a watch."""
+    changes = [json.loads(line)["replica"] for line in out.splitlines(keepends=True) if line.endswith("\n")]
+    cordons = [replica["cordoned"] for replica in changes if replica["ref"]["replica_id"] == 0]
+    return [now for index, now in enumerate(cordons) if index == 0 or now != cordons[index - 1]]
 
 
 def _load(cluster: Cli, pipeline: str) -> str:
@@ -247,5 +254,5 @@ def slow_pipeline(cluster: Cli, tmp_path: Path) -> Iterator[str]:
         yield "slow"
     finally:
         worker.terminate()
-        worker.wait(20)
+        worker.wait(40)
         cluster.ok("delete", "pipeline", "slow")

@@ -11,6 +11,7 @@ from omnicore.errors import UnavailableError
 from omnictl import watch
 from omnictl.settings import Settings
 from tests.integration.omnictl.servers import ScriptedControlPlane, serving, settings_for
+from tests.support.ports import reserved_port
 from tests.support.processes import wait_until
 from tests.unit.omnictl.records import replica, speech_pipeline
 
@@ -42,7 +43,7 @@ def _first(plane: ScriptedControlPlane) -> None:
 
 async def test_a_stream_that_breaks_is_resumed_where_it_was() -> None:
     plane = ScriptedControlPlane()  # type: ignore[abstract] # it implements what watches call
-    async with serving(plane) as server:
+    async with serving(plane, reserved_port()) as server:
         follower = _Follower(settings_for(server=server.port))
         _first(plane)
         await wait_until(lambda: follower.changes == [(watch.Kind.ADDED, 0)], what="the snapshot")
@@ -72,9 +73,6 @@ async def test_nothing_is_shown_before_both_snapshots() -> None:
 
 
 async def test_no_control_plane_at_first_is_an_error_at_once() -> None:
-    plane = ScriptedControlPlane()  # type: ignore[abstract] # it implements what watches call
-    async with serving(plane) as server:
-        port = server.port
-    follower = _Follower(settings_for(server=port))
+    follower = _Follower(settings_for(server=reserved_port()))
     with pytest.raises(UnavailableError, match="cannot reach the control plane"):
         await follower.task

@@ -13,7 +13,7 @@ from omnictl.commands import build_parser
 from omnictl.commands.completion import script
 from tests.integration.omnictl.cli import Cli, wait_for
 
-pytestmark = pytest.mark.xdist_group("omnictl-cluster")
+pytestmark = [pytest.mark.xdist_group("omnictl-cluster"), pytest.mark.timeout(180)]
 
 
 def test_edges_and_policies(cluster: Cli) -> None:
@@ -46,6 +46,7 @@ def test_a_policy_is_set_shown_watched_and_taken_back(cluster: Cli) -> None:
 
 
 def test_top_once(cluster: Cli) -> None:
+    wait_for(lambda: _idle(cluster), what="beats that tell the end of earlier tests' requests")
     table = [line.split() for line in cluster.ok("top", "--once", "--sort", "load").splitlines()]
     assert table[0] == ["REPLICA", "STAGE", "STATE", "RUN", "WAIT", "KV", "OUT/S", "BEAT", "XFERS"]
     assert len(table) == 5
@@ -232,6 +233,11 @@ def test_completion_knows_the_cluster(cluster: Cli, words: list[str], expected: 
     environ = cluster.environ | {"PATH": cluster.path_with_omnictl()}
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, env=environ, timeout=40, check=True)
     assert sorted(done.stdout.split()) == sorted(expected)
+
+
+def _idle(cluster: Cli) -> bool:
+    rows = json.loads(cluster.ok("top", "--once", "-o", "json"))["replicas"]
+    return not any(row["load"]["running"] or row["outputs_per_s"] for row in rows)
 
 
 def _states(cluster: Cli, name: str) -> list[str]:

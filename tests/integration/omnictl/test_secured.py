@@ -10,11 +10,11 @@ import pytest
 
 from tests.integration.omnictl.cli import Cli, Done
 from tests.support.certificates import DevCerts
-from tests.support.etcd import etcd_server
+from tests.support.etcd import enable_auth, etcd_server
 from tests.support.processes import Services
 from tests.support.processes import services as services  # a fixture
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 _PASSWORD = "a-password-of-etcd"
 _ONE = "pipeline: one\nstages: [{stage_id: 0, engine: sim, final_output_type: text}]\n"
 
@@ -41,21 +41,14 @@ async def secured(tmp_path: Path, services: Services) -> AsyncIterator[Secured]:
     password = tmp_path / "password"
     password.write_text(_PASSWORD)
     async with etcd_server(certificates=certs.for_etcd()) as node:
-        tls = [
-            f"--cacert={certs.path('ca.pem')}",
-            f"--cert={certs.path('etcd.pem')}",
-            f"--key={certs.path('etcd.key')}",
-        ]
-        for command in (
-            ("user", "add", f"root:{_PASSWORD}"),
-            ("user", "grant-role", "root", "root"),
-            ("role", "add", "omni"),
-            ("role", "grant-permission", "--prefix", "omni", "readwrite", "/omni/"),
-            ("user", "add", f"omni:{_PASSWORD}"),
-            ("user", "grant-role", "omni", "omni"),
-            ("auth", "enable"),
-        ):
-            node.ctl(*tls, *command)
+        enable_auth(
+            node,
+            root_password=_PASSWORD,
+            user="omni",
+            password=_PASSWORD,
+            prefix="/omni/",
+            certificates=certs.for_etcd(),
+        )
         running = await services.start(
             "control-plane", "--listen", "127.0.0.1:0", "--etcd", node.endpoint,
             "--etcd-ca", certs.path("ca.pem"), "--etcd-cert", certs.path("control-plane.pem"),
@@ -85,7 +78,7 @@ async def test_certificates_and_tokens(secured: Secured) -> None:
 
     # An administrator is one by certificate or by token.
     assert (await secured.run("etcd", "ls", "-o", "name", role="gateway", token="admin.token")).out == (
-        "/omni/v1/default/pipelines/one\n"
+        "/omni/v1/default/pipelines/one\n/omni/v1/meta\n"
     )
     for command in (("etcd", "leases"), ("etcd", "status"), ("top", "--once")):
         assert (await secured.run(*command, role="admin")).code == 0, command

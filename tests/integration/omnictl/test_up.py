@@ -13,6 +13,9 @@ import pytest
 
 from tests.integration.omnictl.cli import SPEECH, START_S, Cli, Running, processes_of, wait_for
 
+# Processes take long to start on a busy machine.
+pytestmark = pytest.mark.timeout(240)
+
 ANY_PORT = ("--http", "127.0.0.1:0")
 ONE_STAGE = "pipeline: one\nstages:\n  - {stage_id: 0, name: only, engine: sim, final_output_type: text}\n"
 
@@ -32,7 +35,7 @@ def _pid_of(cli: Cli, service: str) -> int:
 
 
 def _nothing_left(cli: Cli, up: Running) -> None:
-    wait_for(lambda: not processes_of(cli.directory / "tmp"), 20, "the end of every child")
+    wait_for(lambda: not processes_of(cli.directory / "tmp"), 40, "the end of every child")
     assert up.process.poll() is not None
 
 
@@ -78,7 +81,7 @@ def test_whatever_dies_is_restarted_where_the_others_find_it(cli: Cli, one_stage
         for service, name in (("stage-worker", "only-0"), ("control-plane", "control-plane"), ("gateway", "gateway")):
             os.kill(_pid_of(cli, service), signal.SIGKILL)
             up.wait_err(f"{name} was killed by SIGKILL; its last lines:")
-            up.wait_err(f"{name} is ready again", 40)
+            up.wait_err(f"{name} is ready again", START_S)
         wait_for(lambda: cli.run("chat", "one", "Still there?").code == 0, 30, "an answer")
         assert up.end() == 0
         _nothing_left(cli, up)
@@ -191,8 +194,8 @@ def test_a_second_ctrl_c_stops_at_once(cli: Cli) -> None:
             up.wait_err("stopping: requests may finish")
             assert "Answer" in chat.out
             assert chat.process.poll() is None  # it goes on while the worker drains
-            assert up.end(signal.SIGINT, 10) == 130
-            assert chat.process.wait(20) == 6
+            assert up.end(signal.SIGINT) == 130
+            assert chat.process.wait(40) == 6
         _nothing_left(cli, up)
 
 
