@@ -82,10 +82,33 @@ class Worker:
         """Set when the control plane, or the engine's death, says that this worker must end."""
         self.failure: OmniError | None = None
         """Why this worker must end, if that is an error."""
-        stage_ref = types_pb2.StageRef(pipeline=pipeline.name, stage_id=stage.stage_id)
-        self.identity = Identity(stage_ref, "")
+        self.identity = Identity(types_pb2.StageRef(pipeline=pipeline.name, stage_id=stage.stage_id), "")
         self.channels = PeerChannels(clock, self._security.to_worker, lambda: self._security.version)
-        engine = engine_factory(stage, config.devices)
+        self.parts = self._make_parts(pipeline, stage, engine_factory(stage, config.devices))
+        self.parts.calls.refusal = UnavailableError("this replica is still loading", reason="STARTING")
+        engine, connectors, progress = self.parts.engine, self.parts.connectors, self.parts.progress
+        self.load = LoadSource(engine, connectors.usage, lambda: len(self.parts.calls), progress)
+        self.sessions = SessionSet()
+        self._drain_limit = to_duration(min(config.drain_timeout_s, _MAX_DRAIN_LIMIT_S))
+        self.drain = Drain(self.parts.calls, self.parts.flows, self.sessions, clock, limit_s=config.drain_timeout_s)
+        self.registrar = Registrar(
+            client,
+            self.identity,
+            describe=self._registration,
+            probe=engine.probe,
+            progress=progress,
+            load=self.load,
+            handler=self,
+            preferred_replica_id=config.preferred_replica_id if config.preferred_replica_id >= 0 else None,
+        )
+        self.transfer = TransferServicer(self.identity, connectors.store, self.parts.flows)
+        self._kv_layout = ""
+        self._server: rpc.RunningServer | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def _make_parts(self, pipeline: pipeline_pb2.Pipeline, stage: pipeline_pb2.Stage, engine: Engine) -> WorkerParts:
+        """What calls work with. Raises what the connectors raise for a wrong plan."""
+        config, clock = self._config, self._clock
         connectors = ConnectorSet(
             lambda: self.identity.data_owner,
             lambda: self.identity.endpoint,
@@ -94,15 +117,14 @@ class Worker:
             clock=clock,
             options=_connector_options(pipeline, stage),
         )
-        store = connectors.store
-        self.parts = WorkerParts(
+        return WorkerParts(
             identity=self.identity,
             pipeline=pipeline,
             stage=stage,
             engine=engine,
             connectors=connectors,
             flows=FlowTable(
-                lambda key, token: store.release(key, token, FLOW_CLAIM),
+                lambda key, token: connectors.store.release(key, token, FLOW_CLAIM),
                 clock,
                 open_wait_s=config.flow_open_timeout_s,
             ),
@@ -113,25 +135,6 @@ class Worker:
             progress=Progress(),
             calls=CallTable(self._on_calls_changed),
         )
-        self.parts.calls.refusal = UnavailableError("this replica is still loading", reason="STARTING")
-        self.load = LoadSource(engine, connectors.usage, lambda: len(self.parts.calls), self.parts.progress)
-        self.sessions = SessionSet()
-        self._drain_limit = to_duration(min(config.drain_timeout_s, _MAX_DRAIN_LIMIT_S))
-        self.drain = Drain(self.parts.calls, self.parts.flows, self.sessions, clock, limit_s=config.drain_timeout_s)
-        self.registrar = Registrar(
-            client,
-            self.identity,
-            describe=self._registration,
-            probe=engine.probe,
-            progress=self.parts.progress,
-            load=self.load,
-            handler=self,
-            preferred_replica_id=config.preferred_replica_id if config.preferred_replica_id >= 0 else None,
-        )
-        self.transfer = TransferServicer(self.identity, store, self.parts.flows)
-        self._kv_layout = ""
-        self._server: rpc.RunningServer | None = None
-        self._tasks: list[asyncio.Task[None]] = []
 
     # --- start ------------------------------------------------------------------------------------------------------
 

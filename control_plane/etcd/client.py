@@ -213,10 +213,6 @@ class EtcdClient:
         """
         self._renewals(lease_id).keep(lease_id, ttl_s, on_lost)
 
-    def stop_keep_alive(self, lease_id: int) -> None:
-        """Let a lease run out."""
-        self._renewals(lease_id).stop(lease_id)
-
     # Changes
 
     def watch_prefix(

@@ -213,15 +213,32 @@ async def etcd_cluster(size: int = 3, *, flags: Sequence[str] = ()) -> AsyncIter
             yield nodes
 
 
-def enable_auth(node: EtcdNode, *, root_password: str, user: str, password: str, prefix: str) -> None:
-    """Turn on users: root, and one who may read and write the keys that start with ``prefix``."""
-    node.ctl("user", "add", f"root:{root_password}")
-    node.ctl("user", "grant-role", "root", "root")
-    node.ctl("role", "add", "partial")
-    node.ctl("role", "grant-permission", "--prefix", "partial", "readwrite", prefix)
-    node.ctl("user", "add", f"{user}:{password}")
-    node.ctl("user", "grant-role", user, "partial")
-    node.ctl("auth", "enable")
+def enable_auth(
+    node: EtcdNode,
+    *,
+    root_password: str,
+    user: str,
+    password: str,
+    prefix: str,
+    certificates: Certificates | None = None,
+) -> None:
+    """Turn on users: root, and one who may read and write the keys that start with ``prefix``. ``certificates`` are
+    those that ``node`` was started with."""
+    tls: tuple[str, ...] = ()
+    if certificates is not None:
+        # Ours as a server: a client's certificate would name a user.
+        names = {"cacert": certificates.ca, "cert": certificates.server_cert, "key": certificates.server_key}
+        tls = tuple(f"--{name}={path}" for name, path in names.items())
+    for command in (
+        ("user", "add", f"root:{root_password}"),
+        ("user", "grant-role", "root", "root"),
+        ("role", "add", "partial"),
+        ("role", "grant-permission", "--prefix", "partial", "readwrite", prefix),
+        ("user", "add", f"{user}:{password}"),
+        ("user", "grant-role", user, "partial"),
+        ("auth", "enable"),
+    ):
+        node.ctl(*tls, *command)
 
 
 def _node(
