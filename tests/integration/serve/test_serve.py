@@ -69,6 +69,8 @@ async def test_a_head_waits_for_the_other_stages_and_serves_with_them(world: Wor
     assert get(f"http://127.0.0.1:{port}/health")[0] == 200
     assert headless.logs().count("Diffusion replica id=") == 2
     assert await world.ids("bagel") == {0: [0, 1], 1: [0, 1]}
+    for stage_id in (0, 1):
+        await wait_until(lambda at=stage_id: _routable(ready["http"], at) == 2, START_S, "both in turn")  # type: ignore[misc]
     used = await draw(ready, 4)
     assert [sorted(used[stage_id]) for stage_id in (0, 1)] == [[0, 0, 1, 1], [0, 0, 1, 1]]
     assert not children(headless, "gateway")
@@ -156,7 +158,7 @@ async def test_a_planned_replica_that_does_not_come_ends_the_head_and_is_named(w
     head = world.head(file, 0, "--stage-init-timeout", "8")
     headless = world.headless(1)
     left = []
-    await wait_until(lambda: bool(children(head, "stage-worker")), START_S, "its replica")
+    await wait_until(lambda: bool(children(head, "stage-worker")) or not head.running, START_S, "its replica")
     left = family(head.pid)
     assert await head.wait_exit(START_S) == 6
     assert "--stage-init-timeout: not registered within 8 s: stage 1 (dit): replica" in head.logs()
