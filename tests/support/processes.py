@@ -28,7 +28,7 @@ import pytest
 POLL_S = 0.02
 
 
-async def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0, what: str = "condition") -> None:
+async def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0, what: str = "condition") -> None:
     """Return once ``condition()`` is true; fail the test after ``timeout_s`` seconds."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -62,7 +62,7 @@ class ServiceProcess:
         """All that it wrote to standard output and standard error so far."""
         return self.log_path.read_text(errors="replace")
 
-    async def wait_ready(self, timeout_s: float = 30.0) -> dict[str, Any]:
+    async def wait_ready(self, timeout_s: float = 120.0) -> dict[str, Any]:
         """Wait for the ready file and return its content; fails the test if the process ends before."""
         deadline = time.monotonic() + timeout_s
         while not self.ready_path.exists():
@@ -74,7 +74,7 @@ class ServiceProcess:
         self.ready = orjson.loads(self.ready_path.read_bytes())
         return self.ready
 
-    async def wait_exit(self, timeout_s: float = 30.0) -> int:
+    async def wait_exit(self, timeout_s: float = 120.0) -> int:
         """Wait for the end and return the exit code (negative: minus the signal's number)."""
         await wait_until(lambda: not self.running, timeout_s, f"exit of {self.name}")
         return int(self.process.returncode)
@@ -98,7 +98,7 @@ class ServiceProcess:
         """SIGCONT."""
         self.send(signal.SIGCONT)
 
-    async def terminate(self, timeout_s: float = 30.0) -> int:
+    async def terminate(self, timeout_s: float = 120.0) -> int:
         """SIGTERM, wait, and return the exit code."""
         self.send(signal.SIGTERM)
         return await self.wait_exit(timeout_s)
@@ -139,7 +139,7 @@ class Services:
         *flags: str,
         env: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
-        timeout_s: float = 30.0,
+        timeout_s: float = 120.0,
     ) -> ServiceProcess:
         """Start a service and wait until it serves."""
         running = self.spawn(service, *flags, env=env, prefix=prefix)

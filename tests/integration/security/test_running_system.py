@@ -20,6 +20,7 @@ from omni.v1 import (
 )
 from omnicore.security import Security
 from tests.support.certificates import DevCerts
+from tests.support.gateways import until_routable
 from tests.support.ports import reserved_port
 from tests.support.processes import POLL_S, ServiceProcess, Services, wait_until
 from tests.support.processes import services as services  # a fixture
@@ -49,7 +50,7 @@ class Stand:
             etcd = await self.services.start("etcd", "--data-dir", str(self.data), "--client-listen", "127.0.0.1:0")
             self.etcd = etcd.ready["endpoints"][0]
         return await self.services.start(
-            "control-plane", "--listen", self.address, "--etcd", self.etcd, "--lease-ttl-s", "30",
+            "control-plane", "--listen", self.address, "--etcd", self.etcd, "--lease-ttl-s", "120",
             "--registration-token-file", str(self.at_server), *self.certs.flags("control-plane"),
         )  # fmt: skip
 
@@ -66,7 +67,8 @@ class Stand:
             "gateway", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--control-plane", self.address,
             *self.certs.flags("gateway"),
         )  # fmt: skip
-        await worker.wait_ready(60)
+        await worker.wait_ready()
+        await until_routable(f"http://{gateway.ready['http']}", "text", {0: 1})
         return worker, gateway
 
     async def ask(self, gateway: ServiceProcess) -> str:

@@ -30,6 +30,7 @@ from omnicore.security import Security
 from tests.integration.security.harness import outcome
 from tests.support.certificates import DevCerts
 from tests.support.etcd import EtcdNode, etcd_server
+from tests.support.gateways import until_routable
 from tests.support.processes import ServiceProcess, Services
 from tests.support.processes import services as services  # a fixture
 
@@ -198,13 +199,14 @@ async def test_a_streamed_request_crosses_every_hop_and_no_secret_is_told(stand:
         (stand.worker(0, role="gateway"), 2, "certificate is not valid for 'worker.omniplane.internal'"),
     ]
     for worker in workers:
-        await worker.wait_ready(60)
+        await worker.wait_ready()
     for intruder, code, why in intruders:
         assert await intruder.wait_exit() == code
         assert why in intruder.logs()
 
     context = ssl.create_default_context(cafile=stand.certs.path("ca.pem"))
     base = f"https://{gateway.ready['http']}"
+    await until_routable(base, "speech", dict.fromkeys(range(4), 1), tls=context)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context)) as http:
         text, audio = await streamed_answer(http, base)
         assert text
