@@ -123,10 +123,6 @@ class Security:
         """``channel`` to a worker."""
         return self.channel(target, Role.WORKER)
 
-    def to_gateway(self, target: str) -> grpc.aio.Channel:
-        """``channel`` to a gateway."""
-        return self.channel(target, Role.GATEWAY)
-
     # --- serving ----------------------------------------------------------------------------------------------------
 
     def check_listen(self, flag: str, address: str) -> None:

@@ -168,8 +168,8 @@ async def test_the_token_goes_to_control_planes_only(certs: DevCerts) -> None:
     try:
         security = Security(token_file=certs.path("admin.token"))
         address = f"127.0.0.1:{running.port}"
-        for connect in (security.to_gateway, security.to_worker):
-            async with connect(address) as channel:
+        for peer in (Role.GATEWAY, Role.WORKER):
+            async with security.channel(address, peer) as channel:
                 await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert not seen
         async with security.to_control_plane(address) as channel:

@@ -18,6 +18,7 @@ from omni.v1 import (
     prompt_pb2,
     types_pb2,
 )
+from omnicore.access import Role
 from omnicore.security import Security
 from tests.support.certificates import DevCerts
 from tests.support.gateways import until_routable
@@ -73,7 +74,7 @@ class Stand:
 
     async def ask(self, gateway: ServiceProcess) -> str:
         """An answer, from a client that is new each time."""
-        async with Security(self.certs.settings("client")).to_gateway(gateway.ready["grpc"]) as channel:
+        async with Security(self.certs.settings("client")).channel(gateway.ready["grpc"], Role.GATEWAY) as channel:
             request = inference_pb.GenerateRequest(model="text", prompt=prompt_pb2.Prompt(text="Hello?"))
             text = ""
             async for response in inference_grpc.InferenceServiceStub(channel).Generate(request, timeout=60):

@@ -25,11 +25,12 @@ from omni.v1 import (
     pipeline_service_pb2_grpc,
     types_pb2,
 )
+from omnicore.access import Role
 from omnicore.errors import PermissionDeniedError, UnauthenticatedError
 from omnicore.security import Security
 from tests.integration.security.harness import outcome
 from tests.support.certificates import DevCerts
-from tests.support.etcd import EtcdNode, etcd_server
+from tests.support.etcd import EtcdNode, enable_auth, etcd_server
 from tests.support.gateways import until_routable
 from tests.support.processes import ServiceProcess, Services
 from tests.support.processes import services as services  # a fixture
@@ -59,21 +60,6 @@ connectors:
   fetched: {name: grpc}
 entrypoints: {chat: 0, speech: 1}
 """
-
-
-def enable_users(node: EtcdNode, certs: DevCerts) -> None:
-    """A user who may touch only our keys."""
-    tls = [f"--cacert={certs.path('ca.pem')}", f"--cert={certs.path('etcd.pem')}", f"--key={certs.path('etcd.key')}"]
-    for command in (
-        ("user", "add", f"root:{PASSWORD}"),
-        ("user", "grant-role", "root", "root"),
-        ("role", "add", "omni"),
-        ("role", "grant-permission", "--prefix", "omni", "readwrite", "/omni/"),
-        ("user", "add", f"omni:{PASSWORD}"),
-        ("user", "grant-role", "omni", "omni"),
-        ("auth", "enable"),
-    ):
-        node.ctl(*tls, *command)
 
 
 class Stand:
@@ -177,8 +163,10 @@ async def stand(tmp_path: Path, services: Services) -> AsyncIterator[Stand]:
     certs = DevCerts.make(tmp_path / "certs")
     password_file = tmp_path / "password"
     password_file.write_text(f"{PASSWORD}\n")
-    async with etcd_server(certificates=certs.for_etcd()) as node:
-        enable_users(node, certs)
+    tls = certs.for_etcd()
+    async with etcd_server(certificates=tls) as node:
+        # A user who may touch only our keys.
+        enable_auth(node, root_password=PASSWORD, user="omni", password=PASSWORD, prefix="/omni/", certificates=tls)
         stand = Stand(certs, services, node, password_file)
         await stand.start_control_plane()
         try:
@@ -218,7 +206,7 @@ async def test_a_streamed_request_crosses_every_hop_and_no_secret_is_told(stand:
     assert "peer mapped" not in workers[3].logs(), "fetched, as its edge says"
 
     # gRPC in at the gateway, as omnictl does; and an operator's call from a control plane to every worker.
-    async with stand.as_role("client").to_gateway(gateway.ready["grpc"]) as channel:
+    async with stand.as_role("client").channel(gateway.ready["grpc"], Role.GATEWAY) as channel:
         models = await inference_service_pb2_grpc.InferenceServiceStub(channel).ListModels(
             inference_service_pb2.ListModelsRequest()
         )
