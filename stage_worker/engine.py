@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from connectors.payload import Payload
 from omni.v1 import pipeline_pb2, prompt_pb2, sampling_pb2, types_pb2
+from omnicore.errors import UnimplementedError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,3 +132,9 @@ class EngineFactory(Protocol):
     def __call__(self, stage: pipeline_pb2.Stage, devices: Sequence[str]) -> Engine:
         """An engine that is not started yet. Raises ``InvalidRequestError`` for wrong engine arguments."""
         ...
+
+
+def no_such_control(engine: str, method: types_pb2.ControlMethod.ValueType) -> UnimplementedError:
+    """What an engine raises for a control method that it does not have."""
+    name = types_pb2.ControlMethod.Name(method).removeprefix("CONTROL_METHOD_").lower()
+    return UnimplementedError(f"engine {engine} has no {name}")

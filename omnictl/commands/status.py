@@ -87,7 +87,8 @@ async def _gateway(settings: Settings) -> _GatewayStatus:
     if http:
         code, body = await asyncio.to_thread(_probe, f"{http}/ready", settings.timeout_s)
         if code != 200:
-            ready, detail = False, f"/ready: {body}"
+            # The body of a refusal says in JSON what the models said already; what else is wrong is only here.
+            ready, detail = False, detail or f"/ready: {body}"
     return _GatewayStatus(address, http, ready, detail, models)
 
 

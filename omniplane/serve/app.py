@@ -34,15 +34,15 @@ Any key of a stage can be given as --stage-N-KEY VALUE, such as --stage-1-max-nu
 
 examples:
   # scenario A: everything on this machine
-  omniplane serve ByteDance-Seed/BAGEL-7B-MoT --omni --deploy-config bagel_two_gpu.yaml
+  omniplane serve ByteDance-Seed/BAGEL-7B-MoT --omni --deploy-config examples/deploy/bagel_two_gpu.yaml
   # scenario B: a head with two replicas of stage 0 ...
   omniplane serve ByteDance-Seed/BAGEL-7B-MoT --omni --stage-id 0 --omni-dp-size-local 2 -oma 10.0.0.5 -omp 9000 \\
-      --deploy-config bagel_dp_local_2.yaml
+      --host 10.0.0.5 --deploy-config examples/deploy/bagel_dp_local_2.yaml --insecure
   # ... and two of stage 1 elsewhere
   omniplane serve ByteDance-Seed/BAGEL-7B-MoT --omni --headless --stage-id 1 --omni-dp-size-local 2 -oma 10.0.0.5 \\
-      -omp 9000
+      -omp 9000 --insecure
   # a try without models
-  omniplane serve --omni --deploy-config bagel_two_gpu.yaml --engine sim
+  omniplane serve --omni --deploy-config examples/deploy/bagel_two_gpu.yaml --engine sim
 """
 
 

@@ -20,10 +20,9 @@ from omnicore.errors import (
     InternalError,
     InvalidRequestError,
     UnavailableError,
-    UnimplementedError,
 )
 from stage_worker.chunking import split_sentences
-from stage_worker.engine import EngineInfo, EngineOutput, EngineRequest, Finish, MediaInfo
+from stage_worker.engine import EngineInfo, EngineOutput, EngineRequest, Finish, MediaInfo, no_such_control
 from stage_worker.engines import sim_content as content
 from stage_worker.engines.sim_loop import SimSequence, StepLoop
 from stage_worker.engines.sim_options import SimOptions, sim_options
@@ -91,8 +90,10 @@ class SimEngine:
             self._loop.paused = True
         elif method == types_pb2.CONTROL_METHOD_WAKE_UP:
             self._loop.paused = False
-        elif method != types_pb2.CONTROL_METHOD_RESET_PREFIX_CACHE:
-            raise UnimplementedError(f"engine sim: no {types_pb2.ControlMethod.Name(method)}")
+        elif method == types_pb2.CONTROL_METHOD_RESET_PREFIX_CACHE:
+            return {}  # there is none
+        else:
+            raise no_such_control("sim", method)
         return {"asleep": self._loop.paused}
 
     async def close(self) -> None:

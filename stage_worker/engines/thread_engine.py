@@ -13,7 +13,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from typing import Any, TypeVar
 
 from omni.v1 import types_pb2
-from omnicore.errors import AlreadyExistsError, RequestCancelledError, UnavailableError, UnimplementedError
+from omnicore.errors import AlreadyExistsError, RequestCancelledError, UnavailableError
+from stage_worker.engine import no_such_control
 
 T = TypeVar("T")
 
@@ -98,7 +99,7 @@ class ThreadEngine:
 
     async def control(self, method: types_pb2.ControlMethod.ValueType, args: Mapping[str, Any]) -> dict[str, Any]:
         """Nothing to control."""
-        raise UnimplementedError(f"engine {self._name} has no {types_pb2.ControlMethod.Name(method)}")
+        raise no_such_control(self._name, method)
 
     async def close(self) -> None:
         """End the thread after its current call."""

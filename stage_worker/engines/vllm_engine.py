@@ -30,7 +30,7 @@ from omnicore.errors import (
     UnimplementedError,
 )
 from omnicore.log import get_logger
-from stage_worker.engine import EngineInfo, EngineOutput, EngineRequest, Finish
+from stage_worker.engine import EngineInfo, EngineOutput, EngineRequest, Finish, no_such_control
 from stage_worker.engines import transformers_scan, vllm_args, vllm_quick_start
 from stage_worker.engines.vllm_runner import ProcessRunner, Runner, ThreadRunner
 from stage_worker.models import catalog
@@ -161,7 +161,7 @@ class VllmEngine:
                 raise UnimplementedError("profiling needs engine_args.profiler_config in the deploy file")
             await runner.call(profile[method])
             return {}
-        raise UnimplementedError(f"engine vllm has no {types_pb2.ControlMethod.Name(method)}")
+        raise no_such_control("vllm", method)
 
     async def close(self) -> None:
         """Stop the engine and free the model."""

@@ -234,11 +234,14 @@ async def test_a_dead_engine_says_so() -> None:
 
 async def test_an_idle_engine_answers_probes_and_does_not_spin() -> None:
     async with started() as engine:
-        begin = time.process_time()
+        used_s = []
         for _ in range(10):
             await asyncio.wait_for(engine.probe(), 30)
+            begin = time.process_time()
             await asyncio.sleep(0.01)
-        assert time.process_time() - begin < 0.08
+            used_s.append(time.process_time() - begin)
+        # One that spins uses all of every round; a collection of garbage falls into one or two of them.
+        assert min(used_s) < 0.005
 
 
 async def test_control() -> None:
@@ -246,7 +249,8 @@ async def test_control() -> None:
         assert await engine.control(types_pb2.CONTROL_METHOD_SLEEP, {}) == {"asleep": True}
         await asyncio.wait_for(engine.probe(), 30)
         assert await engine.control(types_pb2.CONTROL_METHOD_WAKE_UP, {}) == {"asleep": False}
-        with pytest.raises(UnimplementedError):
+        assert await engine.control(types_pb2.CONTROL_METHOD_RESET_PREFIX_CACHE, {}) == {}
+        with pytest.raises(UnimplementedError, match="engine sim has no start_profile"):
             await engine.control(types_pb2.CONTROL_METHOD_START_PROFILE, {})
 
 
