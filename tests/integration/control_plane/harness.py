@@ -1,4 +1,8 @@
-"""Control planes in this process over a real etcd, and workers that speak to them as real ones do."""
+"""Control planes in this process over a real etcd, and workers that speak to them as real ones do.
+
+What one control plane has done another one hears of later: ``Cluster.caught_up`` waits for that. Unless a test says
+otherwise nothing ends by time: leases outlast the test, and beats that are late on a busy machine make nobody suspect.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,7 @@ from omni.v1 import (
 )
 from omni.v1 import registry_service_pb2 as pb
 from omnicore import errors, protocol, rpc
+from omnicore.clock import SYSTEM_CLOCK, Clock
 from tests.support.etcd import EtcdNode, etcd_server
 from tests.support.processes import wait_until
 
@@ -38,6 +43,8 @@ edges:
   - {from: 0, to: 1}
 """
 
+# No key of ours: a change of it moves the revision of tables, and nothing else.
+_MARK = "pipelines/.."
 # Names only: nobody listens there.
 _ports = itertools.count(10_000)
 
@@ -77,7 +84,8 @@ class Watcher:
     revision: int = 0
     stale: bool = False
     error: errors.OmniError | None = None
-    removed_before_known: int = 0
+    ended: dict[tuple[str, int, int], int] = dataclasses.field(default_factory=dict)
+    """The epochs of claims that were removed: a frame may also name claims that came and went before it."""
 
     async def run(self) -> None:
         try:
@@ -94,15 +102,27 @@ class Watcher:
             assert frame.revision >= self.revision, "revisions never go back"
         self.revision, self.stale = frame.revision, frame.stale
         for replica in frame.changed:
-            self.table[_key(replica.ref)] = replica
+            key = _key(replica.ref)
+            assert replica.ref.epoch > self.ended.get(key, 0), "a claim that was removed does not come back"
+            self.table[key] = replica
         for ref in frame.removed:
-            self.removed_before_known += self.table.pop(_key(ref), None) is None
+            self.table.pop(_key(ref), None)
+            self.ended[_key(ref)] = ref.epoch
 
     def ids(self, stage_id: int = 1) -> set[int]:
         return {replica_id for _, stage, replica_id in self.table if stage == stage_id}
 
     def one(self, replica_id: int = 0, stage_id: int = 1) -> types_pb2.Replica | None:
         return self.table.get(("demo", stage_id, replica_id))
+
+    def suspicions(self) -> int:
+        """How often a replica has become suspect."""
+        count, suspect = 0, set[tuple[str, int, int]]()
+        for replica in (replica for frame in self.frames for replica in frame.changed):
+            key = _key(replica.ref)
+            count += replica.suspect and key not in suspect
+            (suspect.add if replica.suspect else suspect.discard)(key)
+        return count
 
 
 def _key(ref: types_pb2.ReplicaRef) -> tuple[str, int, int]:
@@ -115,12 +135,14 @@ async def watching(client: Client, resume: int = 0) -> AsyncIterator[Watcher]:
     watcher = Watcher(call)
     task = asyncio.create_task(watcher.run())
     try:
-        await wait_until(lambda: bool(watcher.frames) or watcher.error is not None, what="first frame")
+        await wait_until(lambda: bool(watcher.frames) or task.done(), what="first frame")
         yield watcher
     finally:
         call.cancel()
         task.cancel()
         await asyncio.wait({task})
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
 
 
 class Worker:
@@ -148,15 +170,19 @@ class Worker:
         self.registrations = 0
         self.hung = False
         self.reregister = True
-        self._broken = False
         self._call: grpc.aio.StreamStreamCall[pb.HeartbeatRequest, pb.HeartbeatResponse] | None = None
 
     @property
     def replica_id(self) -> int:
         return self.claim.replica.replica_id
 
+    @property
+    def last(self) -> pb.HeartbeatResponse:
+        """The last answer; an empty one before the first."""
+        return self.answers[-1] if self.answers else pb.HeartbeatResponse()
+
     async def register(self, client: Client) -> pb.RegisterResponse:
-        self.claim = await client.registry.Register(self.request, timeout=30)
+        self.claim = await client.registry.Register(self.request, timeout=120)
         self.request.preferred_replica_id = self.replica_id
         self.registrations += 1
         return self.claim
@@ -179,9 +205,9 @@ class Worker:
                 if error.code() != grpc.StatusCode.UNAVAILABLE:
                     raise
             except asyncio.CancelledError:
-                if not self._broken:  # cancelling a call of ours raises this, too
+                task = asyncio.current_task()
+                if task is None or task.cancelling():  # cancelling a call of ours raises this, too
                     raise
-                self._broken = False
             await asyncio.sleep(0.02)
 
     async def _stream(self, client: Client, interval_s: float) -> None:
@@ -201,14 +227,21 @@ class Worker:
             async for answer in call:
                 self.answers.append(answer)
                 if answer.directive == pb.HEARTBEAT_DIRECTIVE_REREGISTER and self.reregister:
-                    await self.register(client)
+                    await self._register_again(client)
                 answered.set()
         finally:
             call.cancel()
 
+    async def _register_again(self, client: Client) -> None:
+        try:
+            await self.register(client)
+        except grpc.aio.AioRpcError as error:
+            if error_of(error).reason not in ("EVICTED", "DRAINED"):
+                raise
+            self.reregister = False  # it lost its lease first, and heard of that before it heard why
+
     def break_stream(self) -> None:
         assert self._call is not None
-        self._broken = True
         self._call.cancel()
 
 
@@ -233,6 +266,7 @@ class Cluster:
     stack: contextlib.AsyncExitStack
     ttl_s: int
     heartbeat_interval_s: float
+    etcd_timeout_s: float
     planes: list[ControlPlane] = dataclasses.field(default_factory=list)
 
     async def control_plane(
@@ -243,21 +277,22 @@ class Cluster:
         listen: str = "127.0.0.1:0",
         etcd_client: EtcdClient | None = None,
         name: str = "default",
+        clock: Clock = SYSTEM_CLOCK,
     ) -> tuple[ControlPlane, Client]:
         """Start another one. ``endpoint``: the way to etcd, if not the usual one; ``etcd_client`` instead: its whole
-        connection. ``name``: of the cluster."""
+        connection. ``name``: of the cluster. With a ``clock`` that stands still nobody misses a beat."""
         settings = ControlPlaneConfig(
             listen=listen,
             etcd=(self.etcd.endpoint,),
             cluster=name,
             lease_ttl_s=self.ttl_s,
             heartbeat_interval_s=self.heartbeat_interval_s,
-            drain_s=0.2,
+            drain_s=5.0,
         )
         if etcd_client is None:
-            etcd_client = EtcdClient([endpoint or self.etcd.endpoint], timeout_s=2.0)
+            etcd_client = EtcdClient([endpoint or self.etcd.endpoint], timeout_s=self.etcd_timeout_s)
         await self.stack.enter_async_context(etcd_client)
-        plane = await self.stack.enter_async_context(ControlPlane(settings, etcd_client))
+        plane = await self.stack.enter_async_context(ControlPlane(settings, etcd_client, clock))
         client = Client(plane.address)
         await self.stack.enter_async_context(client.channel)
         if loaded:
@@ -272,16 +307,28 @@ class Cluster:
         await client.apply()
         return client
 
+    async def caught_up(self) -> None:
+        """Wait until every control plane, all of which must run, knows what was written before this call."""
+        for plane in self.planes:
+            mark = f"{plane.table.keys.root}{_MARK}"
+            revision = await self.etcd_client.put(mark, b"")
+            await until(lambda r=revision, p=plane: p.table.revision >= r, "its watch")  # type: ignore[misc]
+            await self.etcd_client.delete(mark)
+
 
 @contextlib.asynccontextmanager
-async def cluster(ttl_s: int = 30, heartbeat_interval_s: float = 0.1) -> AsyncIterator[Cluster]:
-    """An etcd, and no control plane yet. Claims of workers that do not beat end after ``ttl_s``, whole seconds."""
+async def cluster(
+    ttl_s: int = 300, heartbeat_interval_s: float = 2.0, etcd_timeout_s: float = 10.0
+) -> AsyncIterator[Cluster]:
+    """An etcd, and no control plane yet. Claims of workers that do not beat end after ``ttl_s``, whole seconds; those
+    of workers that fall silent are suspect after ``heartbeat_interval_s`` and 1.5 s, or after three times as much if
+    that is less. ``etcd_timeout_s``: what control planes wait for etcd."""
     async with (
         etcd_server() as node,
-        EtcdClient([node.endpoint], timeout_s=2.0) as etcd_client,
+        EtcdClient([node.endpoint], timeout_s=10.0) as etcd_client,
         contextlib.AsyncExitStack() as stack,
     ):
-        yield Cluster(node, etcd_client, stack, ttl_s, heartbeat_interval_s)
+        yield Cluster(node, etcd_client, stack, ttl_s, heartbeat_interval_s, etcd_timeout_s)
 
 
 def error_of(error: grpc.aio.AioRpcError) -> errors.OmniError:

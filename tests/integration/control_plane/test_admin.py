@@ -47,7 +47,7 @@ async def joined(client: Client) -> Worker:
 
 class TestDrain:
     async def test_the_order_reaches_the_worker_and_a_repeat_changes_only_the_deadline(self) -> None:
-        async with cluster(ttl_s=30) as c:
+        async with cluster() as c:
             client = await c.start()
             _, other = await c.control_plane()
             worker = await joined(client)
@@ -56,21 +56,21 @@ class TestDrain:
             async with beating(worker, client):
                 drained = await other.admin.DrainReplica(request)
                 assert drained.replica.state == DRAINING
-                await until(lambda: worker.answers[-1].directive == DRAIN, "drain")
-                order = worker.answers[-1].drain
+                await until(lambda: worker.last.directive == DRAIN, "drain")
+                order = worker.last.drain
                 assert (order.limit.seconds, order.restart, order.reason) == (7, False, "rack move")
 
                 worker.state = DRAINING
-                await until(lambda: worker.answers[-1].directive != DRAIN, "it drains")
-                assert worker.answers[-1].drain == order, "each answer repeats the order"
+                await until(lambda: worker.last.directive != DRAIN, "it drains")
+                assert worker.last.drain == order, "each answer repeats the order"
                 again = await client.admin.DrainReplica(pb.DrainReplicaRequest(replica=worker.claim.replica))
                 assert again.replica.drain == order
                 request.deadline.FromSeconds(2)
                 await client.admin.DrainReplica(request)
-                await until(lambda: worker.answers[-1].drain.limit.seconds == 2, "a shorter one")
+                await until(lambda: worker.last.drain.limit.seconds == 2, "a shorter one")
 
     async def test_nothing_makes_a_drained_instance_routable_again(self) -> None:
-        async with cluster(ttl_s=30) as c:
+        async with cluster() as c:
             client = await c.start()
             _, other = await c.control_plane()
             worker = await joined(client)
@@ -78,6 +78,7 @@ class TestDrain:
             async with watching(other) as watcher, beating(worker, client, other):
                 await until(lambda: bool(worker.answers), "beats")
                 await client.admin.DrainReplica(pb.DrainReplicaRequest(replica=worker.claim.replica))
+                await until(lambda: bool((r := watcher.one()) and r.state == DRAINING), "the watcher hears of it")
                 drained_at = len(watcher.frames)
 
                 def routable_since() -> bool:
@@ -99,16 +100,17 @@ class TestDrain:
                 await until(lambda: not watcher.table, "gone")
                 count = len(worker.answers)
                 await until(lambda: len(worker.answers) > count + 3, "beats of a lost claim")
-                assert worker.answers[-1].directive == DRAIN
+                assert worker.last.directive == DRAIN
                 error = await refusal(other.registry.Register(worker.request))
                 assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "DRAINED")
                 assert not routable_since()
+            await c.caught_up()
             successor = await joined(client)
             assert successor.replica_id == 0
             assert (await client.replicas())[0].state == READY
 
     async def test_a_late_beat_after_leaving_does_not_bring_it_back(self) -> None:
-        async with cluster(ttl_s=30) as c:
+        async with cluster() as c:
             client = await c.start()
             worker = await joined(client)
             worker.reregister = False
@@ -133,7 +135,7 @@ class TestDrain:
 
 class TestEvict:
     async def test_who_comes_back_stays_away_for_an_hour_wherever_and_another_takes_its_place(self) -> None:
-        async with cluster(ttl_s=30) as c:
+        async with cluster() as c:
             client = await c.start()
             _, other = await c.control_plane()
             worker = await joined(client)
@@ -148,6 +150,7 @@ class TestEvict:
             _, late = await c.control_plane()
             successor = await joined(client)
             assert successor.replica_id == worker.replica_id == 0
+            await c.caught_up()
             for plane in (client, other, late):
                 error = await refusal(plane.registry.Register(worker.request))
                 assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "EVICTED")
@@ -156,7 +159,7 @@ class TestEvict:
                 answers = len(worker.answers)
                 async with beating(worker, plane), beating(successor, plane):
                     await until(lambda n=answers: len(worker.answers) > n, "an answer")  # type: ignore[misc]
-                    await until(lambda: worker.answers[-1].directive == STOP, "stop")
+                    await until(lambda: worker.last.directive == STOP, "stop")
             assert {answer.directive for answer in successor.answers} <= {registry_pb.HEARTBEAT_DIRECTIVE_CONTINUE}
             assert (await late.replicas())[0].instance_uuid == successor.request.instance_uuid
             # Once that is over, so is the ban.

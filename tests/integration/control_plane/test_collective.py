@@ -130,7 +130,7 @@ async def test_every_method_goes_through_and_no_stage_means_all() -> None:
 
 
 async def test_one_sick_replica_of_a_group_refuses_all_unless_it_may_be_left_out() -> None:
-    async with cluster(ttl_s=60) as c:
+    async with cluster() as c:
         client = await c.start()
         async with engines(client, 2) as group:
             nobody = Worker(await client.apply())  # nobody listens there
@@ -153,7 +153,7 @@ async def test_one_sick_replica_of_a_group_refuses_all_unless_it_may_be_left_out
 
 
 async def test_suspect_replicas_and_foreign_instances_count_as_sick() -> None:
-    async with cluster(ttl_s=60) as c:
+    async with cluster() as c:
         client = await c.start()
         async with engines(client, 2) as group:
             (suspect, _), (_, foreign) = group

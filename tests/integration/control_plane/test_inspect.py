@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
@@ -145,9 +144,8 @@ async def test_history_that_is_gone_and_too_many_watches_are_said() -> None:
         call = stub.WatchKeys(pb.WatchKeysRequest(resume_revision=1))
         assert (await _error(call.read())).reason == "ETCD_COMPACTED"
         async with contextlib.AsyncExitStack() as stack:
-            for _ in range(16):
-                seen = await stack.enter_async_context(_watching(stub, pb.WatchKeysRequest()))
-                await wait_until(functools.partial(bool, seen), what="a sign of life")
+            watches = [await stack.enter_async_context(_watching(stub, pb.WatchKeysRequest())) for _ in range(16)]
+            await wait_until(lambda: all(watches), what="a sign of life of each")
             error = await _error(stub.WatchKeys(pb.WatchKeysRequest()).read())
             assert (type(error), error.reason) == (errors.ResourceExhaustedError, "TOO_MANY_WATCHES")
 
@@ -214,7 +212,7 @@ async def test_who_beats_here_and_since_when() -> None:
 
 
 async def test_everything_is_unavailable_while_etcd_is_away() -> None:
-    async with cluster() as made:
+    async with cluster(etcd_timeout_s=2.0) as made:
         stub = _stub(await made.start())
         made.etcd.kill()
         for call in (

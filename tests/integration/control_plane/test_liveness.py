@@ -11,6 +11,7 @@ import pytest
 
 from omni.v1 import admin_service_pb2, pipeline_service_pb2, types_pb2
 from omni.v1 import registry_service_pb2 as pb
+from omnicore.clock import ManualClock
 from tests.integration.control_plane.harness import (
     ASLEEP,
     DRAINING,
@@ -58,12 +59,12 @@ async def exchange(client: Client, *beats: pb.HeartbeatRequest) -> list[pb.Heart
 
 
 async def test_beats_keep_a_replica_and_silence_removes_it_after_the_ttl() -> None:
-    async with cluster(ttl_s=3) as c:
+    async with cluster(ttl_s=6, heartbeat_interval_s=0.5) as c:
         client = await c.start()
         async with watching(client) as watcher:
             worker = await worker_of(client)
             async with beating(worker, client):
-                await asyncio.sleep(4.0)  # longer than the lease's life
+                await asyncio.sleep(7.0)  # longer than the lease's life
                 assert watcher.ids() == {0}
                 assert worker.registrations == 1
                 assert all(answer.directive == CONTINUE for answer in worker.answers)
@@ -74,30 +75,27 @@ async def test_beats_keep_a_replica_and_silence_removes_it_after_the_ttl() -> No
                 await until(lambda: bool((r := watcher.one()) and r.suspect), "suspect")
                 await until(lambda: watcher.ids() == set(), "removal")
             assert await c.etcd_client.leases() == []
-            assert watcher.removed_before_known == 0
 
 
 async def test_a_broken_stream_is_suspect_at_once_and_beats_bring_it_back() -> None:
-    # Missed beats would make it suspect after 15 s.
-    async with cluster(ttl_s=60, heartbeat_interval_s=5) as c:
-        client = await c.start()
+    async with cluster() as c:
+        _, client = await c.control_plane(clock=ManualClock())  # by which no beat is ever missed
         worker = await worker_of(client)
         async with watching(client) as watcher, beating(worker, client):
             await until(lambda: len(worker.answers) > 2, "beats")
             worker.hung = True
             worker.break_stream()
-            await until(lambda: bool((r := watcher.one()) and r.suspect), "suspect", 10.0)
+            await until(lambda: bool((r := watcher.one()) and r.suspect), "suspect")
             worker.hung = False
             await until(lambda: bool((r := watcher.one()) and not r.suspect), "return")
             await until(lambda: len(worker.answers) > 20, "more beats")
-            suspicions = sum(r.suspect for f in watcher.frames for r in f.changed)
-            assert suspicions == 1, "no flapping"
+            assert watcher.suspicions() == 1, "no flapping"
         epochs = {r.ref.epoch for f in watcher.frames for r in f.changed}
         assert len(epochs) == 1
 
 
 async def test_a_hang_is_noticed_without_the_stream_breaking() -> None:
-    async with cluster(ttl_s=10) as c:
+    async with cluster(heartbeat_interval_s=0.25) as c:
         client = await c.start()
         worker = await worker_of(client)
         async with watching(client) as watcher, beating(worker, client):
@@ -110,7 +108,7 @@ async def test_a_hang_is_noticed_without_the_stream_breaking() -> None:
 
 
 async def test_states_follow_the_beats_and_forbidden_ones_are_refused() -> None:
-    async with cluster(ttl_s=10) as c:
+    async with cluster() as c:
         client = await c.start()
         worker = Worker(await client.apply())
         worker.request.state = STARTING
@@ -125,21 +123,21 @@ async def test_states_follow_the_beats_and_forbidden_ones_are_refused() -> None:
             for state in (READY, ASLEEP, READY):
                 await becomes(state)
             worker.state = STARTING
-            await until(lambda: "FAILED_PRECONDITION" in worker.answers[-1].detail, "refusal")
-            assert "READY cannot become STARTING" in worker.answers[-1].detail
-            assert worker.answers[-1].directive == CONTINUE
+            await until(lambda: "FAILED_PRECONDITION" in worker.last.detail, "refusal")
+            assert "READY cannot become STARTING" in worker.last.detail
+            assert worker.last.directive == CONTINUE
             worker.state = types_pb2.ReplicaState.ValueType(77)
-            await until(lambda: "INVALID_ARGUMENT: state" in worker.answers[-1].detail, "refusal")
+            await until(lambda: "INVALID_ARGUMENT: state" in worker.last.detail, "refusal")
             await becomes(DRAINING)
             worker.state = READY  # nothing turns it back
-            await until(lambda: worker.answers[-1].directive == DRAIN, "drain")
+            await until(lambda: worker.last.directive == DRAIN, "drain")
             replica = watcher.one()
             assert replica is not None
             assert replica.state == DRAINING
 
 
 async def test_refused_load_is_named_and_the_stream_lives() -> None:
-    async with cluster(ttl_s=10) as c:
+    async with cluster() as c:
         client = await c.start()
         worker = await worker_of(client)
         good, bad = worker.beat(), worker.beat()
@@ -155,7 +153,7 @@ async def test_refused_load_is_named_and_the_stream_lives() -> None:
 
 
 async def test_load_reaches_watchers_with_its_last_value() -> None:
-    async with cluster(ttl_s=10) as c:
+    async with cluster() as c:
         client = await c.start()
         worker = await worker_of(client)
         async with watching(client) as watcher, beating(worker, client):
@@ -170,7 +168,7 @@ async def test_load_reaches_watchers_with_its_last_value() -> None:
 
 
 async def test_wrong_claims_are_told_what_to_do() -> None:
-    async with cluster(ttl_s=10) as c:
+    async with cluster() as c:
         client = await c.start()
         worker = await worker_of(client)
         other = worker.beat()
@@ -206,7 +204,7 @@ async def test_wrong_claims_are_told_what_to_do() -> None:
 
 @pytest.mark.parametrize("change", ["replica", "lease_id", "instance_uuid"])
 async def test_a_beat_without_a_claim_ends_the_stream_at_once(change: str) -> None:
-    async with cluster(ttl_s=10) as c:
+    async with cluster() as c:
         client = await c.start()
         worker = await worker_of(client)
         beat = worker.beat()
@@ -220,7 +218,7 @@ async def test_a_beat_without_a_claim_ends_the_stream_at_once(change: str) -> No
 
 
 async def test_one_stream_carries_one_instance() -> None:
-    async with cluster(ttl_s=10) as c:
+    async with cluster() as c:
         client = await c.start()
         first, second = await worker_of(client), await worker_of(client)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -245,7 +243,7 @@ async def test_a_revoked_lease_means_register_again_under_the_same_id() -> None:
 
 
 async def test_etcd_frozen_for_longer_than_the_ttl_costs_nobody() -> None:
-    async with cluster(ttl_s=2) as c:
+    async with cluster(ttl_s=4, heartbeat_interval_s=0.5) as c:
         client = await c.start()
         workers = [await worker_of(client) for _ in range(3)]
         async with contextlib.AsyncExitStack() as stack:
@@ -262,9 +260,9 @@ async def test_etcd_frozen_for_longer_than_the_ttl_costs_nobody() -> None:
             frozen_s = time.monotonic()
             await until(lambda: watcher.stale, "stale")
             assert watcher.ids() == {0, 1, 2}
-            await until(lambda: time.monotonic() > frozen_s + 4, "twice the TTL")
+            await until(lambda: time.monotonic() > frozen_s + 6, "longer than the TTL")
             await until(beaten(20), "beats are answered")
-            assert {worker.answers[-1].directive for worker in workers} == {CONTINUE}
+            assert {worker.last.directive for worker in workers} == {CONTINUE}
             assert watcher.ids() == {0, 1, 2}
             listed = await client.registry.ListReplicas(pb.ListReplicasRequest())
             assert listed.stale
@@ -279,13 +277,13 @@ async def test_etcd_frozen_for_longer_than_the_ttl_costs_nobody() -> None:
                 return not watcher.stale and seen == ours and len(ours) == 3
 
             await until(recovered, "everybody back")
-            await until(beaten(25), "beats go on")  # longer than another lease's life
+            await until(beaten(100), "beats go on")  # longer than another lease's life
             await until(recovered, "still there")
-            assert {worker.answers[-1].directive for worker in workers} == {CONTINUE}
+            assert {worker.last.directive for worker in workers} == {CONTINUE}
 
 
 async def test_a_control_plane_with_empty_memory_carries_on() -> None:
-    async with cluster(ttl_s=3) as c:
+    async with cluster(ttl_s=6) as c:
         client = await c.start()
         first = c.planes[0]
         _, second = await c.control_plane()
@@ -296,7 +294,7 @@ async def test_a_control_plane_with_empty_memory_carries_on() -> None:
             await first.stop()
             count = len(worker.answers)
             await until(lambda: len(worker.answers) > count + 3, "beats at the other one")
-            await asyncio.sleep(4)  # its lease is refreshed by the other one
+            await asyncio.sleep(7)  # its lease is refreshed by the other one
             assert worker.registrations == 1
             assert {key[2]: replica.ref.epoch for key, replica in watcher.table.items()} == {0: epoch}
             replica = watcher.one()
@@ -305,10 +303,10 @@ async def test_a_control_plane_with_empty_memory_carries_on() -> None:
 
 
 async def test_a_deleted_pipeline_drains_its_replicas() -> None:
-    async with cluster(ttl_s=10) as c:
+    async with cluster() as c:
         client = await c.start()
         worker = await worker_of(client)
         async with beating(worker, client):
             await until(lambda: len(worker.answers) > 2, "beats")
             await client.pipelines.DeletePipeline(pipeline_service_pb2.DeletePipelineRequest(name="demo"))
-            await until(lambda: worker.answers[-1].directive == DRAIN, "drain")
+            await until(lambda: worker.last.directive == DRAIN, "drain")

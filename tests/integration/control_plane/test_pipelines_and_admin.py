@@ -117,7 +117,7 @@ class TestReplicaVerbs:
                 assert (await c.etcd_client.get_prefix("/omni/v1/default/admin/")).kvs == []
 
     async def test_draining_reaches_the_worker_at_any_control_plane(self) -> None:
-        async with cluster(ttl_s=10) as c:
+        async with cluster() as c:
             client = await c.start()
             _, other = await c.control_plane()
             worker = Worker(await client.apply())
@@ -126,16 +126,12 @@ class TestReplicaVerbs:
                 await until(lambda: bool(worker.answers), "beats")
                 drained = await other.admin.DrainReplica(admin_pb.DrainReplicaRequest(replica=worker.claim.replica))
                 assert drained.replica.state == types_pb2.REPLICA_STATE_DRAINING
-                await until(
-                    lambda: worker.answers[-1].directive == registry_service_pb2.HEARTBEAT_DIRECTIVE_DRAIN, "drain"
-                )
+                await until(lambda: worker.last.directive == registry_service_pb2.HEARTBEAT_DIRECTIVE_DRAIN, "drain")
                 worker.state = types_pb2.REPLICA_STATE_DRAINING
-                await until(
-                    lambda: worker.answers[-1].directive == registry_service_pb2.HEARTBEAT_DIRECTIVE_CONTINUE, "on"
-                )
+                await until(lambda: worker.last.directive == registry_service_pb2.HEARTBEAT_DIRECTIVE_CONTINUE, "on")
 
     async def test_an_evicted_instance_stops_and_stays_away(self) -> None:
-        async with cluster(ttl_s=10) as c:
+        async with cluster() as c:
             client = await c.start()
             _, other = await c.control_plane()
             worker = Worker(await client.apply())
@@ -145,9 +141,7 @@ class TestReplicaVerbs:
                 await until(lambda: bool(worker.answers), "beats")
                 await other.admin.EvictReplica(admin_pb.EvictReplicaRequest(replica=worker.claim.replica))
                 assert await other.replicas() == {}
-                await until(
-                    lambda: worker.answers[-1].directive == registry_service_pb2.HEARTBEAT_DIRECTIVE_STOP, "stop"
-                )
+                await until(lambda: worker.last.directive == registry_service_pb2.HEARTBEAT_DIRECTIVE_STOP, "stop")
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await worker.register(client)
             assert error_of(caught.value).reason == "EVICTED"

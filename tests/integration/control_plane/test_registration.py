@@ -39,7 +39,9 @@ async def test_fifty_at_once_on_two_control_planes_get_dense_unique_ids() -> Non
         await asyncio.gather(*(worker.register((first, second)[i % 2]) for i, worker in enumerate(workers)))
         assert sorted(worker.replica_id for worker in workers) == list(range(50))
         assert len({worker.claim.replica.epoch for worker in workers}) == 50
-        assert set(await first.replicas()) == set(range(50))
+        await c.caught_up()
+        for client in (first, second):
+            assert set(await client.replicas()) == set(range(50))
 
 
 async def test_the_answer_is_complete_and_etcdctl_tells_the_same() -> None:
@@ -47,8 +49,8 @@ async def test_the_answer_is_complete_and_etcdctl_tells_the_same() -> None:
         client = await c.start()
         (worker,) = await registered(client, 1)
         claim = worker.claim
-        assert claim.lease_ttl.seconds == 30
-        assert claim.heartbeat_interval.ToMilliseconds() == 100
+        assert claim.lease_ttl.seconds == 300
+        assert claim.heartbeat_interval.ToMilliseconds() == 2000
         assert claim.revision == claim.replica.epoch
         replica = (await client.replicas())[0]
         assert replica.ref == claim.replica
@@ -146,6 +148,7 @@ async def test_leaving_frees_the_lowest_id_at_once() -> None:
         by_id = {worker.replica_id: worker for worker in workers}
         async with watching(client) as watcher:
             await client.registry.Deregister(pb.DeregisterRequest(replica=by_id[1].claim.replica))
+            await until(lambda: watcher.ids() == {0, 2}, "the watcher hears of it")
             assert set(await client.replicas()) == {0, 2}
             assert by_id[1].claim.lease_id not in await c.etcd_client.leases()
             late = Worker(await client.apply())
@@ -155,7 +158,7 @@ async def test_leaving_frees_the_lowest_id_at_once() -> None:
             # Repeating it does not touch the id's new holder.
             await client.registry.Deregister(pb.DeregisterRequest(replica=by_id[1].claim.replica))
             assert set(await client.replicas()) == {0, 1, 2}
-            assert watcher.removed_before_known == 0
+            await until(lambda: watcher.ids() == {0, 1, 2}, "the watcher hears of it")
 
 
 async def test_a_new_process_takes_over_its_predecessors_address() -> None:
@@ -252,7 +255,7 @@ async def test_two_clusters_share_an_etcd_without_meeting() -> None:
 
 
 async def test_writes_whose_outcome_is_unknown_leave_one_claim_each() -> None:
-    async with cluster(ttl_s=20) as c:
+    async with cluster(etcd_timeout_s=2.0) as c:
         clients = [await c.start(), (await c.control_plane())[1]]
         plan = await clients[0].apply()
         workers = [Worker(plan) for _ in range(24)]
@@ -277,7 +280,9 @@ async def test_writes_whose_outcome_is_unknown_leave_one_claim_each() -> None:
         assert sorted(worker.replica_id for worker in workers) == list(range(24))
         kept = await c.etcd_client.get_prefix("/omni/v1/default/instances/")
         assert len(kept.kvs) == 24
-        assert set(await clients[0].replicas()) == set(range(24))
+        await c.caught_up()
+        for client in clients:
+            assert set(await client.replicas()) == set(range(24))
         # Nothing lands later.
         for worker in workers[::6]:
             claim = worker.claim

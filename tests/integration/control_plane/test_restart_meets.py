@@ -28,7 +28,7 @@ def restarts(workers: list[Launched]) -> list[int]:
 
 
 async def test_of_two_at_once_one_runs() -> None:
-    async with cluster(ttl_s=60) as c:
+    async with cluster() as c:
         client = await c.start()
         _, other = await c.control_plane()
         async with launched(2, client) as workers:
@@ -47,7 +47,7 @@ async def test_of_two_at_once_one_runs() -> None:
 
 
 async def test_of_one_sent_twice_at_once_one_goes_on_and_each_replica_restarts_once() -> None:
-    async with cluster(ttl_s=60) as c:
+    async with cluster() as c:
         client = await c.start()
         _, other = await c.control_plane()
         async with launched(3, client) as workers:
@@ -67,7 +67,7 @@ async def test_of_one_sent_twice_at_once_one_goes_on_and_each_replica_restarts_o
 
 @pytest.mark.parametrize("deadline_s", [None, 0, 3])
 async def test_a_drain_for_good_before_its_turn_is_no_restart(deadline_s: int | None) -> None:
-    async with cluster(ttl_s=60) as c:
+    async with cluster() as c:
         client = await c.start()
         _, other = await c.control_plane()
         async with launched(3, client) as workers:
@@ -93,7 +93,7 @@ async def test_a_drain_for_good_before_its_turn_is_no_restart(deadline_s: int | 
 
 
 async def test_a_drain_for_good_in_its_turn_is_the_last_word() -> None:
-    async with cluster(ttl_s=60) as c:
+    async with cluster() as c:
         client = await c.start()
         _, other = await c.control_plane()
         async with launched(2, client) as workers:
@@ -108,12 +108,12 @@ async def test_a_drain_for_good_in_its_turn_is_the_last_word() -> None:
             order = (await client.replicas())[0].drain
             assert (order.restart, order.limit.seconds, order.reason) == (False, 600, "rack move")
             worker = workers[0].worker
-            await until(lambda: not worker.answers[-1].drain.restart, "the worker hears of it")
+            await until(lambda: not worker.last.drain.restart, "the worker hears of it")
             workers[0].may_leave.set()
 
 
 async def test_an_eviction_in_its_turn_is_not_waited_for() -> None:
-    async with cluster(ttl_s=60) as c:
+    async with cluster() as c:
         client = await c.start()
         _, other = await c.control_plane()
         async with launched(2, client) as workers:
@@ -129,7 +129,7 @@ async def test_an_eviction_in_its_turn_is_not_waited_for() -> None:
 
 
 async def test_an_eviction_and_a_cordon_before_their_turn() -> None:
-    async with cluster(ttl_s=60) as c:
+    async with cluster() as c:
         client = await c.start()
         _, other = await c.control_plane()
         async with launched(3, client) as workers:
@@ -150,7 +150,7 @@ async def test_an_eviction_and_a_cordon_before_their_turn() -> None:
 
 
 async def test_a_control_plane_killed_in_the_midst_of_it(services: Services) -> None:
-    async with cluster(ttl_s=60) as c:
+    async with cluster() as c:
         client = await c.start()
         async with launched(3, client) as workers:
             flags = ("--listen", "127.0.0.1:0", "--etcd", c.etcd.endpoint, "--cluster", "default")
@@ -175,7 +175,7 @@ async def test_a_control_plane_killed_in_the_midst_of_it(services: Services) -> 
 
 
 async def test_how_long_a_worker_may_take_to_leave_is_registered() -> None:
-    async with cluster(ttl_s=60) as c:
+    async with cluster() as c:
         client = await c.start()
         worker, silent = Worker(await client.apply()), Worker(await client.apply())
         worker.request.drain_limit.FromSeconds(7)

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from omnicore.clock import ManualClock
 from tests.integration.control_plane.harness import Client, Worker, beating, cluster, until, watching
 from tests.support.etcd import etcd_server
 from tests.support.processes import Services, services
@@ -66,7 +66,7 @@ async def test_it_starts_before_etcd_and_says_so(services: Services) -> None:
 
 async def test_a_control_plane_killed_under_beats_costs_nobody(services: Services) -> None:
     async with etcd_server() as etcd:
-        flags = ("--listen", "127.0.0.1:0", "--etcd", etcd.endpoint, "--lease-ttl-s", "3")
+        flags = ("--listen", "127.0.0.1:0", "--etcd", etcd.endpoint, "--lease-ttl-s", "6")
         first, second = [await services.start("control-plane", *flags) for _ in range(2)]
         clients = [Client(first.ready["address"]), Client(second.ready["address"])]
         async with clients[0].channel, clients[1].channel:
@@ -79,7 +79,7 @@ async def test_a_control_plane_killed_under_beats_costs_nobody(services: Service
                 count = len(worker.answers)
                 await until(lambda: len(worker.answers) > count + 3, "beats at the other one")
                 # ... for longer than the lease would have lived.
-                await until(lambda: len(worker.answers) > count + 80, "beats go on")
+                await until(lambda: len(worker.answers) > count + 150, "beats go on")
                 await until(lambda: bool((r := watcher.one()) and not r.suspect), "trust")
                 replica = watcher.one()
                 assert replica is not None
@@ -88,7 +88,8 @@ async def test_a_control_plane_killed_under_beats_costs_nobody(services: Service
 
 async def test_a_frozen_control_plane_suspects_nobody_when_it_wakes(services: Services) -> None:
     async with etcd_server() as etcd:
-        plane = await services.start("control-plane", "--listen", "127.0.0.1:0", "--etcd", etcd.endpoint)
+        flags = ("--listen", "127.0.0.1:0", "--etcd", etcd.endpoint, "--heartbeat-interval-s", "1")
+        plane = await services.start("control-plane", *flags)
         client = Client(plane.ready["address"])
         async with client.channel:
             worker = Worker(await client.apply())
@@ -96,7 +97,7 @@ async def test_a_frozen_control_plane_suspects_nobody_when_it_wakes(services: Se
             async with watching(client) as watcher, beating(worker, client):
                 await until(lambda: len(worker.answers) > 3, "beats")
                 plane.freeze()
-                await asyncio.sleep(1.5)  # longer than three beats
+                await asyncio.sleep(4)  # longer than what makes suspect
                 plane.thaw()
                 count = len(worker.answers)
                 await until(lambda: len(worker.answers) > count + 10, "beats go on")
@@ -111,18 +112,16 @@ async def test_wrong_flags_end_it_with_code_2(services: Services) -> None:
 
 
 async def test_a_killed_worker_is_suspect_at_once_and_gone_after_the_ttl(services: Services) -> None:
-    # Missed beats would make it suspect after 2.4 s.
-    async with cluster(ttl_s=5, heartbeat_interval_s=0.8) as c:
-        client = await c.start()
+    async with cluster(ttl_s=10) as c:
+        _, client = await c.control_plane(clock=ManualClock())  # by which no beat is ever missed
+        await client.apply()
         command = [sys.executable, "-m", "tests.integration.control_plane.harness", client.address]
         worker = await asyncio.create_subprocess_exec(*command)
         async with watching(client) as watcher:
             await until(lambda: watcher.ids() == {0}, "registration")
             await until(lambda: bool((r := watcher.one()) and r.load.queue_length), "beats")
             worker.kill()
-            killed = time.monotonic()
-            await until(lambda: bool((r := watcher.one()) and r.suspect), "suspect")
-            assert time.monotonic() - killed < 2.0, "by the broken stream, not by missed beats"
+            await until(lambda: bool((r := watcher.one()) and r.suspect), "suspect, by the broken stream")
             await until(lambda: watcher.ids() == set(), "removal")
         await worker.wait()
 

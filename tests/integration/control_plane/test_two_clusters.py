@@ -37,7 +37,7 @@ REF = types_pb2.ReplicaRef(stage=STAGE, replica_id=0)
 
 @contextlib.asynccontextmanager
 async def two() -> AsyncIterator[tuple[Cluster, Client, Client]]:
-    async with cluster(ttl_s=60) as c:
+    async with cluster() as c:
         _, blue = await c.control_plane(name="blue")
         _, green = await c.control_plane(name="green")
         yield c, blue, green
@@ -116,10 +116,10 @@ async def test_verbs_and_their_request_ids() -> None:
             await blue.admin.SetBalancingPolicy(policy)
             assert (await green.admin.SetBalancingPolicy(policy)).previous_policy == ""
             await blue.admin.DrainReplica(pb.DrainReplicaRequest(replica=REF))
-            await until(lambda: one.answers[-1].directive == registry_pb.HEARTBEAT_DIRECTIVE_DRAIN, "drain")
+            await until(lambda: one.last.directive == registry_pb.HEARTBEAT_DIRECTIVE_DRAIN, "drain")
             assert ((await blue.replicas())[0].state, (await green.replicas())[0].state) == (DRAINING, READY)
             await blue.admin.EvictReplica(pb.EvictReplicaRequest(replica=REF))
-            await until(lambda: one.answers[-1].directive == registry_pb.HEARTBEAT_DIRECTIVE_STOP, "stop")
+            await until(lambda: one.last.directive == registry_pb.HEARTBEAT_DIRECTIVE_STOP, "stop")
             assert await blue.replicas() == {}
             count = len(other.answers)
             await until(lambda: len(other.answers) > count + 3, "beats of the other one")
