@@ -47,7 +47,7 @@ async def collective_rpc(
     timeout_s = _check(request)
     table.require_loaded()
     # What was applied or has registered elsewhere belongs to it.
-    await catch_up(client, table)
+    await catch_up(client, table, request.pipeline)
     pipeline = await find_plan(client, table, request.pipeline)
     stage_ids = _stage_ids(pipeline, request)
     rows = [row for row in table.rows() if row.key.pipeline == pipeline.name and row.key.stage_id in stage_ids]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Final
 
 from control_plane import codec, compat
-from control_plane.etcd import EtcdClient, KeyValue, op_get
-from control_plane.keys import META_KEY, StageKey
+from control_plane.etcd import EtcdClient, KeyValue
+from control_plane.keys import StageKey
 from control_plane.table import Table
 from omni.v1 import pipeline_pb2
 from omnicore.errors import NotFoundError, UnavailableError
@@ -18,11 +18,15 @@ from omnicore.errors import NotFoundError, UnavailableError
 _CATCH_UP_S: Final = 10.0
 
 
-async def catch_up(client: EtcdClient, table: Table) -> None:
-    """Wait until the table knows whatever was written before this call. Raises ``UnavailableError`` if etcd is away, or
-    its watch too far behind."""
-    now = await client.txn([], [op_get(META_KEY)])
-    await require_revision(table, now.revision)
+async def catch_up(client: EtcdClient, table: Table, pipeline: str) -> None:
+    """Wait until the table has the plan and the replicas that were written before this call; what left a moment ago it
+    may still show. Raises ``UnavailableError`` if etcd is away, or its watch too far behind.
+
+    The revision of the store is none to wait for: it moves with the keys of others, too, which no table hears of."""
+    plan = await client.get(table.keys.pipeline(pipeline))
+    replicas = await client.get_prefix(f"{table.keys.replicas}{pipeline}/")
+    written = [kv.mod_revision for kv in replicas.kvs] + ([plan.mod_revision] if plan is not None else [])
+    await require_revision(table, max(written, default=0))
 
 
 async def require_revision(table: Table, revision: int) -> None:
@@ -64,7 +68,7 @@ async def find_stage(client: EtcdClient, table: Table, stage: StageKey) -> pipel
     except NotFoundError as error:
         if error.reason != "STAGE_NOT_FOUND":
             raise
-    await catch_up(client, table)  # the plan may have been applied anew elsewhere
+    await catch_up(client, table, stage.pipeline)  # the plan may have been applied anew elsewhere
     return compat.find_stage(await find_plan(client, table, stage.pipeline), stage.stage_id)
 
 

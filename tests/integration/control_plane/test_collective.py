@@ -129,6 +129,20 @@ async def test_every_method_goes_through_and_no_stage_means_all() -> None:
             assert seen == [[1, 2, 3, 4, 5]] * 2
 
 
+async def test_what_others_write_to_the_same_store_is_not_waited_for() -> None:
+    async with cluster() as c:
+        client = await c.start()
+        async with engines(client, 1) as ((_, engine),):
+            await c.etcd_client.put("/elsewhere", b"x")  # moves the revision of the store, of which no table hears
+            answer = await client.admin.CollectiveRpc(sleeping(stage_ids=[1]))
+            assert [result.status.code for result in answer.results] == [0]
+            assert len(engine.calls) == 1
+            unknown = types_pb2.StageRef(pipeline="demo", stage_id=9)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await client.admin.RestartStage(pb.RestartStageRequest(stage=unknown)).read()
+            assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+
+
 async def test_one_sick_replica_of_a_group_refuses_all_unless_it_may_be_left_out() -> None:
     async with cluster() as c:
         client = await c.start()

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 import grpc.aio
 
-from control_plane.etcd import Compare, EtcdClient, Op, TxnResult, WatchBatch
+from control_plane.etcd import EtcdClient, RangeResult, WatchBatch
 from omni.v1 import admin_service_pb2 as pb
 from omni.v1 import pipeline_service_pb2 as pipeline_pb
 from omni.v1 import registry_service_pb2 as registry_pb
@@ -33,11 +33,11 @@ class Lagging(EtcdClient):
         self.caught_up = asyncio.Event()
         self.caught_up.set()
         self.asked = 0
-        """Transactions so far."""
+        """Listings so far."""
 
-    async def txn(self, compare: Sequence[Compare], success: Sequence[Op], failure: Sequence[Op] = ()) -> TxnResult:
+    async def get_prefix(self, prefix: str, *, limit: int = 0, revision: int = 0, after: str = "") -> RangeResult:
         self.asked += 1
-        return await super().txn(compare, success, failure)
+        return await super().get_prefix(prefix, limit=limit, revision=revision, after=after)
 
     def watch_prefix(
         self, prefix: str, *, start_revision: int = 0, same_store: tuple[str, bytes] | None = None
