@@ -15,12 +15,11 @@ import sys
 import time
 from typing import Any
 
-import uvloop
-
 from bench.harness import serve_lines
 from gateway.control_plane_watch import ControlPlaneWatch
 from gateway.graph import PipelineGraph
 from gateway.replica_table import ReplicaTable, ReplicaView
+from omnicore import process
 from omnicore.log import setup_logging
 
 
@@ -63,7 +62,7 @@ def _in_use(view: ReplicaView | None) -> bool:
     return view is not None and view.routable and not view.suspect
 
 
-async def _serve(control_plane: str) -> None:
+async def _serve(control_plane: str) -> int:
     table, times = ReplicaTable(), Times()
     table.add_listener(times)
     watch = ControlPlaneWatch([control_plane], table)
@@ -72,8 +71,9 @@ async def _serve(control_plane: str) -> None:
         await serve_lines(times.answer)
     finally:
         await watch.close()
+    return 0
 
 
 if __name__ == "__main__":
     setup_logging("watch", "warning", False)
-    uvloop.run(_serve(sys.argv[1]))
+    sys.exit(process.run(_serve(sys.argv[1])))

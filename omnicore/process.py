@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 import uvloop
 
-from omnicore import errors
+from omnicore import errors, heap
 from omnicore.config import option
 from omnicore.log import setup_logging
 
@@ -108,7 +108,7 @@ def write_ready_file(path: str, content: Mapping[str, Any]) -> None:
 def run(main: Coroutine[Any, Any, int]) -> int:
     """Run a service on uvloop and return its exit code; typed errors become one line and their own code."""
     try:
-        return uvloop.run(main)
+        return uvloop.run(heap.tended(main))
     except errors.OmniError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return error.row.exit_code
