@@ -92,7 +92,7 @@ def test_one_unknown_stage_refuses_all_of_it(cluster: Cli, stages: str) -> None:
     ("argv", "code", "message"),
     [
         (["sleep", "speech"], 2, "--stage STAGE or --all-stages"),
-        (["sleep", "speech", "--stage", "1", "--all-stages"], 2, "--stage STAGE or --all-stages"),
+        (["sleep", "speech", "--stage", "1", "--all-stages"], 2, "--stage and --all-stages: give one of the two"),
         (["sleep", "speech", "--stage", "1", "--level", "3"], 2, "--level: must be 1 or 2"),
         (["wake", "speech", "--stage", "1", "--replica-timeout", "11m"], 2, "at most 600 s"),
         (["wake", "nope", "--stage", "1"], 4, "'nope'"),
