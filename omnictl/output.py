@@ -195,8 +195,11 @@ def cut(text: str, columns: int) -> str:
     """``text`` in at most ``columns`` of a terminal, with "…" where something is left out."""
     if width(text) <= columns:
         return text
-    while text and width(text) > columns - 1:
-        text = text[:-1]
+    left = columns - 1
+    for length, character in enumerate(text):
+        left -= width(character)
+        if left < 0:
+            return f"{text[:length]}…"
     return f"{text}…"
 
 

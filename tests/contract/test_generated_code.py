@@ -12,7 +12,9 @@ GENERATED = ROOT / "protos" / "gen"
 
 
 def test_generation_is_reproducible(tmp_path: Path) -> None:
-    done = subprocess.run([ROOT / "scripts" / "gen", tmp_path], capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(
+        [ROOT / "scripts" / "gen", tmp_path], capture_output=True, text=True, timeout=150, check=False
+    )
     assert done.returncode == 0, done.stderr
     made = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()}
     committed = {

@@ -21,7 +21,7 @@ class DevCerts:
     @classmethod
     def make(cls, directory: Path, *arguments: str) -> DevCerts:
         """Run the script, also once more for the same directory: that renews. ``arguments`` are its further ones."""
-        subprocess.run([_SCRIPT, directory, *arguments], check=True, capture_output=True, timeout=30)
+        subprocess.run([_SCRIPT, directory, *arguments], check=True, capture_output=True, timeout=120)
         return cls(directory)
 
     def path(self, name: str) -> str:

@@ -146,7 +146,7 @@ class Certificates:
         """Make them with the ``openssl`` program."""
 
         def openssl(*arguments: str) -> None:
-            subprocess.run(["openssl", *arguments], cwd=directory, check=True, capture_output=True, timeout=30)
+            subprocess.run(["openssl", *arguments], cwd=directory, check=True, capture_output=True, timeout=120)
 
         curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
         openssl("req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=test-ca")

@@ -87,4 +87,4 @@ def two_hosts(directory: Path) -> Iterator[tuple[Host, Host]]:
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=20)
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=60)

@@ -16,8 +16,8 @@ from tests.contract.connectors.peer import Peer, running_peer
 
 # Everything goes through the backend, however small.
 OPTIONS: dict[str, dict[str, JsonValue]] = {
-    "shm": {"shm_threshold_bytes": 0, "put_wait_s": 0.2},
-    "grpc": {"inline_bytes": 0, "put_wait_s": 0.2, "pool_bytes": 1 << 20},
+    "shm": {"shm_threshold_bytes": 0, "put_wait_s": 1.0},
+    "grpc": {"inline_bytes": 0, "put_wait_s": 1.0, "pool_bytes": 1 << 20},
 }
 
 

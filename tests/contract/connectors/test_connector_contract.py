@@ -142,7 +142,7 @@ async def test_full_pool_makes_put_wait_then_fail(kind: str, producer: Peer) -> 
     first = await producer.connectors.put(kind, "first", EDGE, 0, big)
     with pytest.raises(errors.ResourceExhaustedError) as caught:
         await producer.connectors.put(kind, "second", EDGE, 0, big)
-    assert (caught.value.reason, caught.value.retry_after_s) == ("POOL_FULL", 0.2)
+    assert (caught.value.reason, caught.value.retry_after_s) == ("POOL_FULL", 1.0)
     waiting = asyncio.ensure_future(producer.connectors.put(kind, "third", EDGE, 0, big))
     await asyncio.sleep(0)
     assert not waiting.done()

@@ -40,10 +40,10 @@ async def _client_of(nodes: list[EtcdNode], *, leader: bool) -> AsyncIterator[tu
 async def test_frozen_member_is_left_by_reads_writes_watches_and_leases(leader: bool) -> None:
     async with etcd_cluster() as nodes, _client_of(nodes, leader=leader) as (client, frozen):
         lost: list[int] = []
-        lease = await client.grant_lease(20)
+        lease = await client.grant_lease(90)
         client.keep_alive(lease.lease_id, lease.ttl_s, lost.append)
         await client.refresh_lease(lease.lease_id)
-        start = await client.put("k/1", b"")
+        start = await _write(client, "k/1")
         async with contextlib.aclosing(client.watch_prefix("k/", start_revision=start)) as watch:
             assert (await anext(watch)).events
             frozen.freeze()
@@ -55,7 +55,7 @@ async def test_frozen_member_is_left_by_reads_writes_watches_and_leases(leader: 
                 if batch.events:
                     assert [event.kv.mod_revision for event in batch.events] == [revision]
                     break
-            assert await client.refresh_lease(lease.lease_id) == 20
+            assert await client.refresh_lease(lease.lease_id) == 90
             assert lost == []
             await _write(client, "k/3")
             # Each leaves a hung member in about 2 s, beside an election of as much; the rest is for a busy machine.
@@ -66,15 +66,15 @@ async def test_frozen_member_is_left_by_reads_writes_watches_and_leases(leader: 
 
 
 async def test_killed_leader_costs_a_pause_and_no_event() -> None:
-    async with etcd_cluster() as nodes, EtcdClient([node.endpoint for node in nodes], timeout_s=10) as client:
+    async with etcd_cluster() as nodes, EtcdClient([node.endpoint for node in nodes], timeout_s=60) as client:
         by_id = {}
         for node in nodes:
             async with EtcdClient([node.endpoint]) as direct:
                 status = await direct.status()
                 by_id[status.member_id] = node
-        start = await client.put("k/0", b"")
+        start = await _write(client, "k/0")
         lost: list[int] = []
-        lease = await client.grant_lease(20)
+        lease = await client.grant_lease(90)
         client.keep_alive(lease.lease_id, lease.ttl_s, lost.append)
 
         async def write() -> None:
@@ -96,13 +96,13 @@ async def test_killed_leader_costs_a_pause_and_no_event() -> None:
             await writing
         assert revisions == sorted(set(revisions))
         assert not by_id[status.leader_id].running
-        assert await client.refresh_lease(lease.lease_id) == 20
+        assert await client.refresh_lease(lease.lease_id) == 90
         assert lost == []
 
 
 async def test_without_a_quorum_a_write_is_refused_and_comes_back() -> None:
-    async with etcd_cluster() as nodes, EtcdClient([nodes[0].endpoint], timeout_s=10) as client:
-        await client.put("a", b"1")
+    async with etcd_cluster() as nodes, EtcdClient([nodes[0].endpoint], timeout_s=60) as client:
+        await _write(client, "a")
         for node in nodes[1:]:
             node.kill()
         async with EtcdClient([nodes[0].endpoint], timeout_s=1) as hasty:

@@ -143,7 +143,7 @@ async def test_write_to_a_hung_server_is_unknown_and_a_read_is_not() -> None:
 
 
 async def test_every_acknowledged_write_survives_a_kill() -> None:
-    async with etcd_server() as etcd, EtcdClient([etcd.endpoint], timeout_s=10) as client:
+    async with etcd_server() as etcd, EtcdClient([etcd.endpoint], timeout_s=60) as client:
         acknowledged: list[str] = []
         unknown: list[str] = []
         started, stop = asyncio.Event(), asyncio.Event()
@@ -174,7 +174,7 @@ async def test_every_acknowledged_write_survives_a_kill() -> None:
 
 
 async def test_writes_wait_out_a_restart() -> None:
-    async with etcd_server() as etcd, EtcdClient([etcd.endpoint], timeout_s=10) as client:
+    async with etcd_server() as etcd, EtcdClient([etcd.endpoint], timeout_s=60) as client:
         await client.put("a", b"1")
         etcd.kill()
         # While nobody listens the write is surely not applied, so it is repeated until the server is back.

@@ -84,7 +84,7 @@ async def test_loopback_port_is_for_etcdctl(tmp_path: Path) -> None:
                 env={**os.environ, "ETCDCTL_API": "3"},
                 capture_output=True,
                 text=True,
-                timeout=20,
+                timeout=60,
                 check=True,
             )
             assert done.stdout == "/omni/v1/meta\n{}\n"

@@ -53,7 +53,7 @@ async def test_many_renewals_share_one_stream() -> None:
 async def test_kept_lease_outlives_its_ttl_and_ends_without_renewal() -> None:
     async with etcd_server() as etcd, EtcdClient([etcd.endpoint]) as client:
         lost: list[int] = []
-        kept, left = await client.grant_lease(4), await client.grant_lease(4)
+        kept, left = await client.grant_lease(6), await client.grant_lease(6)
         await client.put("kept", b"", lease_id=kept.lease_id)
         await client.put("left", b"", lease_id=left.lease_id)
         client.keep_alive(kept.lease_id, kept.ttl_s, lost.append)
@@ -66,7 +66,7 @@ async def test_kept_lease_outlives_its_ttl_and_ends_without_renewal() -> None:
 async def test_revoked_lease_is_lost_once() -> None:
     async with etcd_server() as etcd, EtcdClient([etcd.endpoint]) as client:
         lost: list[int] = []
-        one, two = await client.grant_lease(9), await client.grant_lease(9)
+        one, two = await client.grant_lease(60), await client.grant_lease(60)
         for lease in (one, two):
             client.keep_alive(lease.lease_id, lease.ttl_s, lost.append)
         etcd.ctl("lease", "revoke", f"{one.lease_id:x}")
@@ -80,9 +80,9 @@ async def test_revoked_lease_is_lost_once() -> None:
 
 
 async def test_lease_survives_a_pause_shorter_than_its_ttl() -> None:
-    async with etcd_server() as etcd, EtcdClient([etcd.endpoint], timeout_s=10) as client:
+    async with etcd_server() as etcd, EtcdClient([etcd.endpoint], timeout_s=60) as client:
         lost: list[int] = []
-        lease = await client.grant_lease(12)
+        lease = await client.grant_lease(30)
         await client.put("a", b"1", lease_id=lease.lease_id)
         client.keep_alive(lease.lease_id, lease.ttl_s, lost.append)
         etcd.freeze()
@@ -94,31 +94,31 @@ async def test_lease_survives_a_pause_shorter_than_its_ttl() -> None:
 
 
 async def test_lease_survives_a_restart_of_the_server() -> None:
-    async with etcd_server() as etcd, EtcdClient([etcd.endpoint], timeout_s=10) as client:
+    async with etcd_server() as etcd, EtcdClient([etcd.endpoint], timeout_s=60) as client:
         lost: list[int] = []
-        lease = await client.grant_lease(15)
+        lease = await client.grant_lease(90)
         await client.put("a", b"1", lease_id=lease.lease_id)
         client.keep_alive(lease.lease_id, lease.ttl_s, lost.append)
-        assert await client.refresh_lease(lease.lease_id) == 15
+        assert await client.refresh_lease(lease.lease_id) == 90
         etcd.kill()
         await etcd.restart()
-        assert await client.refresh_lease(lease.lease_id) == 15
+        assert await client.refresh_lease(lease.lease_id) == 90
         assert await client.get("a") is not None
         assert lost == []
 
 
 async def test_local_deadline_tells_the_loss_while_etcd_is_away() -> None:
-    async with etcd_server() as etcd, EtcdClient([etcd.endpoint], timeout_s=1) as client:
+    async with etcd_server() as etcd, EtcdClient([etcd.endpoint], timeout_s=5) as client:
         lost: list[int] = []
-        lease = await client.grant_lease(2)
+        lease = await client.grant_lease(5)
         client.keep_alive(lease.lease_id, lease.ttl_s, lost.append)
         await client.refresh_lease(lease.lease_id)
         etcd.kill()
         await wait_until(lambda: bool(lost), what="the local deadline")
         assert lost == [lease.lease_id]
         await etcd.restart()
-        again = await client.grant_lease(20)  # the client lives on
-        assert await client.refresh_lease(again.lease_id) == 20
+        again = await client.grant_lease(60)  # the client lives on
+        assert await client.refresh_lease(again.lease_id) == 60
         assert lost == [lease.lease_id]
 
 
@@ -128,10 +128,10 @@ async def test_holder_that_fails_to_hear_does_not_end_the_renewals_of_others() -
         def deaf(lease_id: int) -> None:
             raise RuntimeError(f"cannot hear of {lease_id}")
 
-        lease = await client.grant_lease(2)
+        lease = await client.grant_lease(60)
         client.keep_alive(lease.lease_id, lease.ttl_s, deaf)
         etcd.ctl("lease", "revoke", f"{lease.lease_id:x}")
         with pytest.raises(LeaseLost):
             await client.refresh_lease(lease.lease_id)
-        other = await client.grant_lease(9)
-        assert await client.refresh_lease(other.lease_id) == 9
+        other = await client.grant_lease(60)
+        assert await client.refresh_lease(other.lease_id) == 60

@@ -13,7 +13,7 @@ from omnicore import errors
 from tests.support.etcd import Certificates, enable_auth, etcd_server
 
 USER = EtcdCredentials(user="omni", password="secret")
-TOKEN_TTL_S = 1
+TOKEN_TTL_S = 3
 
 
 async def test_users_with_tokens_that_expire() -> None:
@@ -27,13 +27,13 @@ async def test_users_with_tokens_that_expire() -> None:
             with pytest.raises(errors.OmniError, match="user name is empty"):
                 await nobody.get("k/1")
 
-        async with EtcdClient([etcd.endpoint], credentials=USER, timeout_s=10) as client:
+        async with EtcdClient([etcd.endpoint], credentials=USER, timeout_s=60) as client:
             with pytest.raises(errors.PermissionDeniedError):
                 await client.get("not/mine")
             with pytest.raises(errors.PermissionDeniedError):
                 await anext(client.watch_prefix("not/mine"))
             lost: list[int] = []
-            lease = await client.grant_lease(20)
+            lease = await client.grant_lease(90)
             client.keep_alive(lease.lease_id, lease.ttl_s, lost.append)
             start = await client.put("k/0", b"", lease_id=lease.lease_id)
             for number in (1, 2):
@@ -53,9 +53,9 @@ async def test_users_with_tokens_that_expire() -> None:
 async def test_restart_forgets_tokens_and_an_open_watch_and_leases_go_on() -> None:
     async with etcd_server() as etcd:
         enable_auth(etcd, root_password="root", user="omni", password="secret", prefix="k/")
-        async with EtcdClient([etcd.endpoint], credentials=USER, timeout_s=10) as client:
+        async with EtcdClient([etcd.endpoint], credentials=USER, timeout_s=60) as client:
             lost: list[int] = []
-            lease = await client.grant_lease(20)
+            lease = await client.grant_lease(90)
             client.keep_alive(lease.lease_id, lease.ttl_s, lost.append)
             start = await client.put("k/0", b"", lease_id=lease.lease_id)
             async with contextlib.aclosing(client.watch_prefix("k/", start_revision=start)) as watch:
@@ -67,7 +67,7 @@ async def test_restart_forgets_tokens_and_an_open_watch_and_leases_go_on() -> No
                     if batch.events:
                         assert [event.kv.key for event in batch.events] == ["k/1"]
                         break
-            assert await client.refresh_lease(lease.lease_id) == 20
+            assert await client.refresh_lease(lease.lease_id) == 90
             assert lost == []
 
 

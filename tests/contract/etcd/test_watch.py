@@ -79,7 +79,7 @@ async def test_signs_of_life_never_run_ahead_of_events() -> None:
 
 
 async def test_replay_of_4000_events_survives_kills() -> None:
-    async with etcd_server() as etcd, EtcdClient([etcd.endpoint], timeout_s=10) as client:
+    async with etcd_server() as etcd, EtcdClient([etcd.endpoint], timeout_s=60) as client:
         start = (await client.get_prefix("k/")).revision + 1
         await _fill(client, 4000)
         revisions: list[int] = []
@@ -98,7 +98,7 @@ async def test_replay_of_4000_events_survives_kills() -> None:
 
 
 async def test_open_watch_survives_a_restart_of_the_server() -> None:
-    async with etcd_server() as etcd, EtcdClient([etcd.endpoint], timeout_s=10) as client:
+    async with etcd_server() as etcd, EtcdClient([etcd.endpoint], timeout_s=60) as client:
         first = await client.put("k/1", b"")
         watching = asyncio.create_task(_collect(client, "k/", first, 3))
         await client.put("k/2", b"")
@@ -109,7 +109,7 @@ async def test_open_watch_survives_a_restart_of_the_server() -> None:
 
 
 async def test_from_now_on_means_the_same_now_after_a_restart() -> None:
-    async with etcd_server() as etcd, EtcdClient([etcd.endpoint], timeout_s=10) as client:
+    async with etcd_server() as etcd, EtcdClient([etcd.endpoint], timeout_s=60) as client:
         await client.put("k/old", b"")
         async with contextlib.aclosing(client.watch_prefix("k/")) as watch:
             await anext(watch)  # a sign of life: the watch stands
@@ -135,7 +135,7 @@ async def test_compacted_start_is_a_typed_error_and_listing_again_helps() -> Non
 
 
 async def test_compaction_while_the_watch_is_away() -> None:
-    async with etcd_server() as etcd, EtcdClient([etcd.endpoint], timeout_s=10) as client:
+    async with etcd_server() as etcd, EtcdClient([etcd.endpoint], timeout_s=60) as client:
         first = await client.put("k/1", b"")
         async with contextlib.aclosing(client.watch_prefix("k/", start_revision=first)) as watch:
             assert (await anext(watch)).events
@@ -150,7 +150,7 @@ async def test_compaction_while_the_watch_is_away() -> None:
 
 
 async def test_store_that_was_replaced_is_not_waited_for() -> None:
-    async with etcd_server() as etcd, EtcdClient([etcd.endpoint], timeout_s=10) as client:
+    async with etcd_server() as etcd, EtcdClient([etcd.endpoint], timeout_s=60) as client:
         for _ in range(20):
             last = await client.put("k/1", b"")
         async with contextlib.aclosing(client.watch_prefix("k/", start_revision=last)) as watch:
@@ -163,7 +163,7 @@ async def test_store_that_was_replaced_is_not_waited_for() -> None:
 
 
 async def test_freeze_of_the_only_server_delays_and_loses_nothing() -> None:
-    async with etcd_server() as etcd, EtcdClient([etcd.endpoint], timeout_s=10) as client:
+    async with etcd_server() as etcd, EtcdClient([etcd.endpoint], timeout_s=60) as client:
         first = await client.put("k/1", b"")
         watching = asyncio.create_task(_collect(client, "k/", first, 2))
         await _silence(etcd, 2.5)

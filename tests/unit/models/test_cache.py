@@ -58,12 +58,12 @@ def test_waiting_for_another_builder_is_bounded(tmp_path: Path) -> None:
 
     def slow(directory: Path) -> None:
         started.set()
-        assert release.wait(30)
+        assert release.wait(150)
 
     thread = threading.Thread(target=get_or_build, args=(tmp_path, "model", slow))
     thread.start()
     try:
-        assert started.wait(30)
+        assert started.wait(150)
         with pytest.raises(UnavailableError, match="another process"):
             get_or_build(tmp_path, "model", lambda directory: None, wait_s=0.2)
     finally:
@@ -90,6 +90,6 @@ def test_several_processes_that_start_at_once_build_once(tmp_path: Path) -> None
     for process in processes:
         process.start()
     for process in processes:
-        process.join(50)
+        process.join(150)
         assert process.exitcode == 0
     assert (tmp_path / "log").read_text() == "built\n"

@@ -155,5 +155,5 @@ def test_bash_completion_completes(line: str, expected: list[str]) -> None:
         f"{script('bash', build_parser())}\nCOMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _omnictl\n"
         'printf "%s\\n" "${COMPREPLY[@]}"'
     )
-    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True, timeout=20)
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert sorted(done.stdout.split()) == sorted(expected)

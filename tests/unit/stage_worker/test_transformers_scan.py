@@ -61,7 +61,7 @@ def scans(site: Path, directory: Path) -> list[str]:
     log.write_text("")
     environment = {**os.environ, "PYTHONPATH": str(site), "SCANS": str(log)}
     command = [sys.executable, "-c", textwrap.dedent(RUN), str(directory)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=50)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=150)
     assert done.returncode == 0, done.stderr
     return [Path(line).name for line in log.read_text().splitlines()]
 
