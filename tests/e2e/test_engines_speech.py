@@ -185,7 +185,7 @@ async def test_abort_ends_a_request_that_waits(acoustic: Engine) -> None:
 
 
 async def test_there_is_nothing_to_control(vocoder: Engine) -> None:
-    with pytest.raises(UnimplementedError, match="CONTROL_METHOD_SLEEP"):
+    with pytest.raises(UnimplementedError, match="hibari-vocoder has no sleep"):
         await vocoder.control(types_pb2.CONTROL_METHOD_SLEEP, {})
 
 
