@@ -22,7 +22,7 @@ import aiohttp
 from control_plane.app import ControlPlane
 from gateway.app import Gateway
 from gateway.config import GatewayConfig
-from omnicore.clock import SYSTEM_CLOCK
+from omnicore.clock import SYSTEM_CLOCK, Clock
 from stage_worker.config import StageWorkerConfig
 from stage_worker.control_plane_client import ControlPlaneClient, fetch_plan
 from stage_worker.worker import Worker
@@ -118,10 +118,13 @@ async def announce(worker: Worker) -> None:
 
 
 @contextlib.asynccontextmanager
-async def system(*, ttl_s: int = 30, heartbeat_interval_s: float = 0.1, **gateway: Any) -> AsyncIterator[System]:
-    """One control plane over its own etcd, and one gateway; ``gateway`` overrides its configuration."""
+async def system(
+    *, ttl_s: int = 300, heartbeat_interval_s: float = 1.0, clock: Clock = SYSTEM_CLOCK, **gateway: Any
+) -> AsyncIterator[System]:
+    """One control plane over its own etcd, which reads ``clock``, and one gateway; ``gateway`` overrides its
+    configuration."""
     async with cluster(ttl_s, heartbeat_interval_s) as made:
-        plane, client = await made.control_plane()
+        plane, client = await made.control_plane(clock=clock)
         async with contextlib.AsyncExitStack() as stack:
             running, base = await start_gateway(stack, client.address, **gateway)
             http = await stack.enter_async_context(aiohttp.ClientSession())
@@ -130,7 +133,7 @@ async def system(*, ttl_s: int = 30, heartbeat_interval_s: float = 0.1, **gatewa
 
 async def start_gateway(stack: contextlib.AsyncExitStack, *control_planes: str, **config: Any) -> tuple[Gateway, str]:
     """Another gateway, and its "http://host:port"."""
-    settings = {"route_wait_s": 1.0, "drain_timeout_s": 5.0, **config}
+    settings = {"route_wait_s": 30.0, "drain_timeout_s": 5.0, **config}
     gateway = Gateway(GatewayConfig(control_plane=control_planes, http="127.0.0.1:0", grpc="127.0.0.1:0", **settings))
     stack.push_async_callback(gateway.close)
     addresses = await gateway.start()

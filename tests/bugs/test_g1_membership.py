@@ -17,7 +17,7 @@ from omnicore import rpc
 from tests.bugs.harness import TEXT, System, announce, start_gateway, system
 from tests.integration.control_plane.harness import Client, Worker
 from tests.support.ports import reserved_port
-from tests.support.processes import wait_until
+from tests.support.processes import POLL_S, wait_until
 
 SPOKEN = """
 pipeline: spoken
@@ -173,17 +173,17 @@ async def test_bug_3_a_record_that_is_overwritten_in_place_is_followed_to_its_ne
 
 
 async def test_bug_11_a_model_is_listed_once_it_can_serve_and_not_before() -> None:
-    async with system() as made:
-        await made.apply(TEXT.replace("tokens: 4", "tokens: 4, start_ms: 1500"))
-        starting = asyncio.create_task(made.worker())
-        refusals = 0
+    async with system(route_wait_s=0.5) as made:
+        await made.apply(TEXT.replace("tokens: 4", "tokens: 4, start_ms: 500"))
+        worker = await made.worker(announced=False)
+        await wait_until(lambda: bool(made.gateway.table.replicas), what="a replica that is STARTING")
+        assert await made.models() == []
+        assert (await made.get("/ready"))[0] == 503
+        status, body = await made.chat()
+        assert (status, body["error"]["code"]) == (503, "no_replica")
+        starting = asyncio.create_task(announce(worker))
         while await made.models() == []:
-            assert (await made.get("/ready"))[0] == 503
-            status, body = await made.chat()
-            if status != 200:  # it may have become ready while the request waited for it
-                assert (status, body["error"]["code"]) == (503, "no_replica")
-                refusals += 1
-        assert refusals, "the engine was loaded before anybody asked"
+            await asyncio.sleep(POLL_S)
         assert (await made.get("/ready"))[0] == 200
         for _ in range(10):
             assert (await made.chat())[0] == 200
@@ -191,7 +191,7 @@ async def test_bug_11_a_model_is_listed_once_it_can_serve_and_not_before() -> No
 
 
 async def test_bug_13_nothing_of_a_replica_outlives_it() -> None:
-    async with system() as made:
+    async with system(route_wait_s=0.5) as made:
         await made.apply(TEXT.replace("tokens: 4", "tokens: 10000, tpot_ms: 20"))
         first = await made.worker()
         await made.routable(1)
@@ -226,7 +226,8 @@ async def test_bug_15_a_replica_whose_connector_is_sick_gets_nothing_until_it_is
                 worker.request.connectors.add(name="shm", healthy=True)
                 worker.request.connectors.add(name="grpc", healthy=True)
                 await worker.register(made.client)
-            await made.routable(1, "spoken", 1)
+            for stage_id in (0, 1):
+                await made.routable(1, "spoken", stage_id)
             for healthy in (False, True, False, True):
                 for offer in workers[1].request.connectors:
                     offer.healthy = healthy

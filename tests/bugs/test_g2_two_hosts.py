@@ -17,6 +17,7 @@ import pytest
 from omni.v1 import registry_service_pb2 as pb
 from tests.bugs.harness import TEXT, USER
 from tests.integration.control_plane.harness import Client
+from tests.support.gateways import until_routable
 from tests.support.processes import Services
 from tests.support.processes import services as services
 
@@ -31,7 +32,7 @@ class Hosts:
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=60)
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def hosts() -> Iterator[Hosts]:
         _ip("link", "set", ours, "up")
         yield Hosts(here, there, ("ip", "netns", "exec", name))
     finally:
-        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=20)
+        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=60)
 
 
 @contextlib.asynccontextmanager
@@ -91,8 +92,9 @@ async def test_bug_23_the_advertised_address_is_the_one_that_leads_to_the_contro
             "gateway", "--control-plane", client.address, "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--insecure"
         )
         body = {"model": "text", "messages": USER}
-        url = f"http://{gateway.ready['http']}/v1/chat/completions"
-        async with aiohttp.ClientSession() as http, http.post(url, json=body) as response:
+        url = f"http://{gateway.ready['http']}"
+        await until_routable(url, "text", {0: 1})
+        async with aiohttp.ClientSession() as http, http.post(f"{url}/v1/chat/completions", json=body) as response:
             assert response.status == 200, await response.text()
 
 

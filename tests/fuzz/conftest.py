@@ -88,7 +88,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Targets]:
             await stub.ApplyPipeline(pipeline_service_pb2.ApplyPipelineRequest(deploy_yaml=TEXT))
         gateway = services.spawn(
             "gateway", "--control-plane", address, "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0",
-            "--request-timeout-s", "2",
+            "--request-timeout-s", "10",
         )  # fmt: skip
         worker = services.spawn(
             "stage-worker", "--pipeline", "text", "--stage-id", "0", "--control-plane", address,
@@ -114,4 +114,4 @@ def well(targets: Targets) -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
-            item.add_marker(pytest.mark.timeout(240))
+            item.add_marker(pytest.mark.timeout(600))

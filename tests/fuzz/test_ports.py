@@ -49,7 +49,7 @@ SENT = st.tuples(
 def throw(address: str, data: bytes) -> None:
     """Send it, say that there is no more, and wait for the other end to hang up."""
     host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         try:
             connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)
