@@ -86,7 +86,12 @@ class Records:
             if wanted != row.replica or row.spoiled:
                 ops.append(op_put(path, codec.encode_replica(wanted), row.lease_id))
             if not ops:
-                return Written(row.replica, max(row.mod_revision, self._table.revision))
+                # So the table says, which may not have heard yet of what others have changed since.
+                kv = await self._client.get(path)
+                if kv is not None and kv.mod_revision == row.mod_revision:
+                    return Written(row.replica, max(row.mod_revision, self._table.revision))
+                row = self._row(key, kv)
+                continue
             guard = [mod_revision_is(path, row.mod_revision), *conditions]
             try:
                 result = await self._client.txn(guard, ops, [op_get(path)])

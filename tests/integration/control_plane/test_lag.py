@@ -11,13 +11,16 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
 import grpc.aio
+import pytest
 
+from control_plane import codec
 from control_plane.etcd import EtcdClient, RangeResult, WatchBatch
+from control_plane.keys import ReplicaKey
 from omni.v1 import admin_service_pb2 as pb
 from omni.v1 import pipeline_service_pb2 as pipeline_pb
 from omni.v1 import registry_service_pb2 as registry_pb
 from omni.v1 import types_pb2
-from tests.integration.control_plane.harness import DEPLOY, Client, Cluster, cluster, until
+from tests.integration.control_plane.harness import DEPLOY, Client, Cluster, Worker, cluster, until
 from tests.integration.control_plane.test_collective import engines
 from tests.integration.control_plane.test_restart import Restart, launched, steps_of
 
@@ -62,10 +65,8 @@ class Lagging(EtcdClient):
 async def lagging_plane(c: Cluster) -> tuple[Lagging, Client]:
     """Loaded, and told something by its watch, so that signs of life can follow."""
     etcd_client = Lagging([c.etcd.endpoint])
-    plane, client = await c.control_plane(etcd_client=etcd_client)
-    await c.etcd_client.put("/omni/v1/default/pipelines/..", b"")  # no key of ours: moves the revision, nothing else
-    revision = (await c.etcd_client.get_prefix("/omni/v1/")).revision
-    await until(lambda: plane.table.revision >= revision, "its watch")
+    _, client = await c.control_plane(etcd_client=etcd_client)
+    await c.caught_up()
     etcd_client.caught_up.clear()
     return etcd_client, client
 
@@ -142,3 +143,31 @@ async def test_a_policy_set_elsewhere_goes_with_its_pipeline() -> None:
         assert len((await c.etcd_client.get_prefix(POLICIES)).kvs) == 1
         await lagging.pipelines.DeletePipeline(pipeline_pb.DeletePipelineRequest(name="demo"))
         assert (await c.etcd_client.get_prefix(POLICIES)).kvs == []
+
+
+@pytest.mark.parametrize("verb", ["cordon", "drain"])
+async def test_what_is_so_no_more_is_not_taken_for_done(verb: str) -> None:
+    async with cluster() as c:
+        other = await c.start()
+        worker = Worker(await other.apply())
+        await worker.register(other)
+
+        async def ask(client: Client, again: bool) -> types_pb2.Replica:
+            if verb == "drain":
+                request = pb.DrainReplicaRequest(replica=worker.claim.replica)
+                request.deadline.FromSeconds(7 if again else 2)
+                return (await client.admin.DrainReplica(request)).replica
+            if again:
+                return (await client.admin.CordonReplica(pb.CordonReplicaRequest(replica=worker.claim.replica))).replica
+            undo = pb.UncordonReplicaRequest(replica=worker.claim.replica)
+            return (await client.admin.UncordonReplica(undo)).replica
+
+        wanted = await ask(other, again=True)
+        _, lagging = await lagging_plane(c)
+        assert await ask(other, again=False) != wanted
+        # Its table shows what is wanted, and not that it was changed since.
+        assert await ask(lagging, again=True) == wanted
+        stored = await c.etcd_client.get("/omni/v1/default/replicas/demo/1/0")
+        assert stored is not None
+        record = codec.decode_replica(stored.value, ReplicaKey("demo", 1, 0), stored.create_revision)
+        assert (record.cordoned, record.drain) == (wanted.cordoned, wanted.drain)
