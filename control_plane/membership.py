@@ -272,11 +272,14 @@ class Membership:
                     return None
                 finally:
                     pool.release(replica_id)
-                if result.succeeded:
+                index = found(result, 0)
+                # Under our lease: by a try of ours whose outcome was unknown.
+                ours = index.create_revision if index is not None and index.lease_id == lease_id else 0
+                if epoch := result.revision if result.succeeded else ours:
                     pool.claim(replica_id)  # before the event comes, so that nobody tries it in vain
-                    _log.info("replica registered", replica=key, epoch=result.revision, endpoint=request.endpoint)
-                    return Claim(key, result.revision, lease_id, ttl_s, result.revision)
-                if found(result, 0) is not None or _mod_revision(found(result, 2)) != ground.plan.mod_revision:
+                    _log.info("replica registered", replica=key, epoch=epoch, endpoint=request.endpoint)
+                    return Claim(key, epoch, lease_id, ttl_s, epoch)
+                if index is not None or _mod_revision(found(result, 2)) != ground.plan.mod_revision:
                     return None
                 holder = found(result, 1)
                 if holder is not None and await clear_garbage(self._client, self._keys, key, holder):

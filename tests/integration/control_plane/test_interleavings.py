@@ -19,7 +19,7 @@ from omni.v1 import admin_service_pb2 as pb
 from omni.v1 import pipeline_service_pb2 as pipeline_pb
 from omni.v1 import registry_service_pb2 as registry_pb
 from omni.v1 import types_pb2
-from tests.integration.control_plane.harness import Client, Cluster, Worker, cluster
+from tests.integration.control_plane.harness import Client, Cluster, Worker, cluster, until, watching
 from tests.integration.control_plane.test_admin import refusal
 
 # A busy machine takes several times as long as a free one.
@@ -177,6 +177,23 @@ async def test_a_repeat_gets_the_first_answer_wherever_the_first_try_comes_betwe
             for replica in (await client.replicas()).values():
                 await client.registry.Deregister(registry_pb.DeregisterRequest(replica=replica.ref))
         raise AssertionError(f"more than {MOST_CALLS} calls to etcd")
+
+
+async def test_a_registration_whose_answer_was_lost_is_one_claim() -> None:
+    async with cluster() as c:
+        client = await c.start()
+        etcd_client, tested = await interrupted_plane(c)
+        worker = Worker(await client.apply())
+        async with watching(client) as watcher:
+            etcd_client.lose_next_answer()
+            claim = await worker.register(tested)
+            await c.caught_up()
+            last = Worker(await client.apply())
+            await last.register(client)
+            await until(lambda: watcher.ids() == {0, 1}, "both")
+        epochs = [replica.ref.epoch for frame in watcher.frames for replica in frame.changed]
+        assert epochs == [claim.replica.epoch, last.claim.replica.epoch], "and no other one before"
+        assert (await client.replicas())[0].ref == claim.replica
 
 
 @pytest.mark.parametrize("request_id", ["e1", ""])
