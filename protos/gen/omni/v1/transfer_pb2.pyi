@@ -81,6 +81,10 @@ class TransferHandle(_message.Message):
     INLINE_FIELD_NUMBER: _builtins.int
     SHM_FIELD_NUMBER: _builtins.int
     FETCH_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
+    CUDA_IPC_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     """Unique at the owner for its epoch."""
     sequence: _builtins.int
@@ -133,6 +137,22 @@ class TransferHandle(_message.Message):
     def fetch(self) -> Global___FetchBackend:
         """Only TransferService.Fetch."""
 
+    @_builtins.property
+    def engine(self) -> Global___EngineBackend:
+        """Memory registered with a transfer engine, read one-sided."""
+
+    @_builtins.property
+    def store(self) -> Global___StoreBackend:
+        """An object in a store that runs beside the workers."""
+
+    @_builtins.property
+    def cuda_ipc(self) -> Global___CudaIpcBackend:
+        """Device memory of the same host."""
+
+    @_builtins.property
+    def process(self) -> Global___ProcessBackend:
+        """Memory of the owner's process, of the same host."""
+
     def __init__(
         self,
         *,
@@ -152,16 +172,20 @@ class TransferHandle(_message.Message):
         inline: Global___InlineBackend | None = ...,
         shm: Global___ShmBackend | None = ...,
         fetch: Global___FetchBackend | None = ...,
+        engine: Global___EngineBackend | None = ...,
+        store: Global___StoreBackend | None = ...,
+        cuda_ipc: Global___CudaIpcBackend | None = ...,
+        process: Global___ProcessBackend | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "_text", b"_text", "backend", b"backend", "crc32", b"crc32", "edge", b"edge", "expire_time", b"expire_time", "fetch", b"fetch", "inline", b"inline", "metadata", b"metadata", "owner", b"owner", "shm", b"shm", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "_text", b"_text", "backend", b"backend", "crc32", b"crc32", "cuda_ipc", b"cuda_ipc", "edge", b"edge", "engine", b"engine", "expire_time", b"expire_time", "fetch", b"fetch", "inline", b"inline", "metadata", b"metadata", "owner", b"owner", "process", b"process", "shm", b"shm", "store", b"store", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "_text", b"_text", "backend", b"backend", "consumers", b"consumers", "crc32", b"crc32", "edge", b"edge", "expire_time", b"expire_time", "fetch", b"fetch", "inline", b"inline", "key", b"key", "metadata", b"metadata", "owner", b"owner", "owner_endpoint", b"owner_endpoint", "sequence", b"sequence", "shm", b"shm", "size_bytes", b"size_bytes", "tensors", b"tensors", "text", b"text", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "_text", b"_text", "backend", b"backend", "consumers", b"consumers", "crc32", b"crc32", "cuda_ipc", b"cuda_ipc", "edge", b"edge", "engine", b"engine", "expire_time", b"expire_time", "fetch", b"fetch", "inline", b"inline", "key", b"key", "metadata", b"metadata", "owner", b"owner", "owner_endpoint", b"owner_endpoint", "process", b"process", "sequence", b"sequence", "shm", b"shm", "size_bytes", b"size_bytes", "store", b"store", "tensors", b"tensors", "text", b"text", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__crc32: _TypeAlias = _typing.Literal["crc32"]  # noqa: Y015
     _WhichOneofArgType__crc32: _TypeAlias = _typing.Literal["_crc32", b"_crc32"]  # noqa: Y015
     _WhichOneofReturnType__text: _TypeAlias = _typing.Literal["text"]  # noqa: Y015
     _WhichOneofArgType__text: _TypeAlias = _typing.Literal["_text", b"_text"]  # noqa: Y015
-    _WhichOneofReturnType_backend: _TypeAlias = _typing.Literal["inline", "shm", "fetch"]  # noqa: Y015
+    _WhichOneofReturnType_backend: _TypeAlias = _typing.Literal["inline", "shm", "fetch", "engine", "store", "cuda_ipc", "process"]  # noqa: Y015
     _WhichOneofArgType_backend: _TypeAlias = _typing.Literal["backend", b"backend"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__crc32) -> _WhichOneofReturnType__crc32 | None: ...
@@ -294,3 +318,174 @@ class FetchBackend(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FetchBackend: _TypeAlias = FetchBackend  # noqa: Y015
+
+@_typing.final
+class EngineBackend(_message.Message):
+    """EngineBackend locates bytes in memory that its owner has registered with a transfer engine. Peers read them
+    one-sided: the owner's process takes no part. Directly after the data, at the next multiple of 64 bytes, lies a
+    trailer that is valid as long as the handle is; who reads it after the data knows whether they were good.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONNECTOR_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    REGION_FIELD_NUMBER: _builtins.int
+    REGION_ADDRESS_FIELD_NUMBER: _builtins.int
+    REGION_BYTES_FIELD_NUMBER: _builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    connector: _builtins.str
+    """Registered connector name: "mooncake", "nixl", …"""
+    session: _builtins.str
+    """How peers reach the owner's engine, "host:port" where it has one."""
+    engine: _builtins.bytes
+    """What the engine's library needs to know about the owner's engine, opaque; at most 64 KiB."""
+    region: _builtins.bytes
+    """What the engine's library needs to know about the registered memory, opaque; at most 64 KiB."""
+    region_address: _builtins.int
+    """First address of the registered memory in the owner's address space."""
+    region_bytes: _builtins.int
+    """Size of the registered memory. No byte outside is ever asked for."""
+    offset_bytes: _builtins.int
+    """First byte of the data in the registered memory."""
+    def __init__(
+        self,
+        *,
+        connector: _builtins.str = ...,
+        session: _builtins.str = ...,
+        engine: _builtins.bytes = ...,
+        region: _builtins.bytes = ...,
+        region_address: _builtins.int = ...,
+        region_bytes: _builtins.int = ...,
+        offset_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "engine", b"engine", "offset_bytes", b"offset_bytes", "region", b"region", "region_address", b"region_address", "region_bytes", b"region_bytes", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineBackend: _TypeAlias = EngineBackend  # noqa: Y015
+
+@_typing.final
+class StoreBackend(_message.Message):
+    """StoreBackend names an object of a store."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONNECTOR_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    OBJECT_KEY_FIELD_NUMBER: _builtins.int
+    connector: _builtins.str
+    """Registered connector name: "mooncake_store", "yuanrong"."""
+    address: _builtins.str
+    """The store, "host:port" of its master or worker: a consumer of another store cannot have the object."""
+    object_key: _builtins.str
+    """Key of the object in the store."""
+    def __init__(
+        self,
+        *,
+        connector: _builtins.str = ...,
+        address: _builtins.str = ...,
+        object_key: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "connector", b"connector", "object_key", b"object_key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreBackend: _TypeAlias = StoreBackend  # noqa: Y015
+
+@_typing.final
+class CudaIpcBackend(_message.Message):
+    """CudaIpcBackend locates bytes in device memory that another process of the same host opens by its IPC handle."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    PROCESS_START_TICKS_FIELD_NUMBER: _builtins.int
+    DEVICE_UUID_FIELD_NUMBER: _builtins.int
+    MEMORY_HANDLE_FIELD_NUMBER: _builtins.int
+    POOL_BYTES_FIELD_NUMBER: _builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    EVENT_HANDLE_FIELD_NUMBER: _builtins.int
+    boot_id: _builtins.str
+    """Kernel boot id of the owner's host."""
+    pid: _builtins.int
+    """Owner's process id."""
+    process_start_ticks: _builtins.int
+    """Field 22 of /proc/{pid}/stat, clock ticks since boot."""
+    device_uuid: _builtins.str
+    """UUID of the device that holds the memory, as the driver names it."""
+    memory_handle: _builtins.bytes
+    """cudaIpcMemHandle_t of the pool, 64 bytes."""
+    pool_bytes: _builtins.int
+    """Size of the whole pool."""
+    offset_bytes: _builtins.int
+    """First byte of the data in the pool."""
+    event_handle: _builtins.bytes
+    """cudaIpcEventHandle_t, 64 bytes: recorded after the data was written. Empty if the owner has waited for it."""
+    def __init__(
+        self,
+        *,
+        boot_id: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        process_start_ticks: _builtins.int = ...,
+        device_uuid: _builtins.str = ...,
+        memory_handle: _builtins.bytes = ...,
+        pool_bytes: _builtins.int = ...,
+        offset_bytes: _builtins.int = ...,
+        event_handle: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "device_uuid", b"device_uuid", "event_handle", b"event_handle", "memory_handle", b"memory_handle", "offset_bytes", b"offset_bytes", "pid", b"pid", "pool_bytes", b"pool_bytes", "process_start_ticks", b"process_start_ticks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CudaIpcBackend: _TypeAlias = CudaIpcBackend  # noqa: Y015
+
+@_typing.final
+class ProcessBackend(_message.Message):
+    """ProcessBackend locates bytes anywhere in the memory of the owner's process, for readers that may trace it
+    (process_vm_readv).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    PROCESS_START_TICKS_FIELD_NUMBER: _builtins.int
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    HEADER_ADDRESS_FIELD_NUMBER: _builtins.int
+    boot_id: _builtins.str
+    """Kernel boot id of the owner's host."""
+    pid: _builtins.int
+    """Owner's process id."""
+    process_start_ticks: _builtins.int
+    """Field 22 of /proc/{pid}/stat, clock ticks since boot."""
+    header_address: _builtins.int
+    """Address of 64 bytes that begin with the handle's fingerprint as long as the handle is valid."""
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """First address of each tensor, in the order of `tensors`."""
+
+    def __init__(
+        self,
+        *,
+        boot_id: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        process_start_ticks: _builtins.int = ...,
+        addresses: _abc.Iterable[_builtins.int] | None = ...,
+        header_address: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "boot_id", b"boot_id", "header_address", b"header_address", "pid", b"pid", "process_start_ticks", b"process_start_ticks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProcessBackend: _TypeAlias = ProcessBackend  # noqa: Y015

@@ -371,6 +371,7 @@ class ConnectorOffer(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     HEALTHY_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Registered connector name: "shm", "grpc", …"""
     address: _builtins.str
@@ -379,16 +380,19 @@ class ConnectorOffer(_message.Message):
     """False while the connector cannot move data: a replica whose stage needs it gets no new requests until it can. An
     edge whose connector is "auto" needs any one of the offers.
     """
+    backend: _builtins.str
+    """How it moves bytes, where it has a choice: "tcp", "rdma", "nvlink", … For people and path choice."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         address: _builtins.str = ...,
         healthy: _builtins.bool = ...,
+        backend: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "healthy", b"healthy", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "backend", b"backend", "healthy", b"healthy", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
