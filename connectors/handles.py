@@ -41,6 +41,8 @@ DEFAULT_TTL_S = 300.0
 """Time that unread data is kept: the value the reference transfer engines use."""
 DEFAULT_CLAIM_LIMIT_S = 3600.0
 """Age at which a claim no longer protects: its consumer has died without telling anybody."""
+MAX_CONSUMER_BYTES = 128
+"""Of a consumer's name: they are kept as long as the handle."""
 _TOKEN_BYTES = 16  # 128 bits of a HMAC-SHA-256: not guessable within a handle's life
 
 
@@ -201,11 +203,27 @@ class HandleStore:
         with self._lock:
             return self._authorized(key, token).handle
 
+    def find(self, key: str) -> transfer_pb2.TransferHandle:
+        """The handle of ``key`` (not a copy: do not change it), for a caller that need not show its token, having shown
+        something else. Raises ``NotFoundError`` if nothing is published under it."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                raise _not_found(key, "released, expired, or never published", "HANDLE_NOT_FOUND")
+            return entry.handle
+
+    def requests(self) -> list[str]:
+        """The requests for which something is held, or being published."""
+        with self._lock:
+            return list(self._by_request)
+
     def claim(self, key: str, token: bytes, consumer: str = "") -> int:
         """Reserve one place and protect the data from expiry until ``release``; returns the places left.
 
-        A named ``consumer`` has one place, however often it claims. Raises as ``describe``, and
-        ``ResourceExhaustedError`` when all places are taken."""
+        A named ``consumer`` has one place, however often it claims. Raises as ``describe``,
+        ``ResourceExhaustedError`` when all places are taken, and ``InvalidRequestError`` for a name that is too
+        long."""
+        _check_consumer(consumer)
         with self._lock:
             places = self._authorized(key, token).places
             if not places.claim(consumer, self._clock.monotonic()):
@@ -221,7 +239,8 @@ class HandleStore:
 
         Unknown keys are not an error: releases may come twice, or after expiry. A named consumer that releases again
         changes nothing, and no release takes a place that another consumer has claimed. Raises
-        ``PermissionDeniedError`` for a wrong token."""
+        ``PermissionDeniedError`` for a wrong token and ``InvalidRequestError`` for a name that is too long."""
+        _check_consumer(consumer)
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
@@ -389,6 +408,11 @@ def _check_put(key: str, edge: transfer_pb2.EdgeRef, sequence: int, consumers: i
         raise errors.InvalidRequestError.field("sequence", f"must be 0 to 18446744073709551615, got {sequence}")
     if not 1 <= consumers < 2**32:
         raise errors.InvalidRequestError.field("consumers", f"must be 1 to 4294967295, got {consumers}")
+
+
+def _check_consumer(consumer: str) -> None:
+    if len(consumer.encode()) > MAX_CONSUMER_BYTES:
+        raise errors.InvalidRequestError.field("consumer", f"must be at most {MAX_CONSUMER_BYTES} bytes long")
 
 
 def _not_found(key: str, why: str, reason: str) -> errors.NotFoundError:

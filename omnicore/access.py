@@ -41,6 +41,7 @@ SERVICES: Final[Mapping[str, frozenset[Role]]] = {
     "omni.v1.RouterService": _CLIENTS,
     "omni.v1.StageService": _REQUESTS,
     "omni.v1.TransferService": _WORKER,
+    "omni.v1.ReferenceTransferService": _WORKER,
     "grpc.health.v1.Health": EVERYONE,
     "grpc.reflection.v1alpha.ServerReflection": EVERYONE,
     "grpc.channelz.v1.Channelz": _ADMIN,

@@ -16,6 +16,7 @@ from contextlib import AbstractAsyncContextManager
 
 import grpc.aio
 
+from connectors.channels import PeerChannels
 from connectors.payload import Payload
 from omni.v1 import stage_service_pb2, transfer_pb2, transfer_service_pb2_grpc, types_pb2
 from omni.v1 import transfer_service_pb2 as pb
@@ -28,7 +29,6 @@ from omnicore.errors import (
     from_status,
 )
 from omnicore.log import get_logger
-from stage_worker.channels import PeerChannels
 from stage_worker.flows import FlowKey, flow_key
 from stage_worker.identity import replica_name
 

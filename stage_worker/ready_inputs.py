@@ -8,12 +8,12 @@ from contextlib import AbstractAsyncContextManager
 
 import grpc.aio
 
+from connectors.channels import PeerChannels
 from connectors.payload import Payload
 from omni.v1 import transfer_pb2, transfer_service_pb2_grpc
 from omni.v1 import transfer_service_pb2 as pb
 from omnicore.errors import OmniError
 from omnicore.log import get_logger
-from stage_worker.channels import PeerChannels
 from stage_worker.identity import replica_name
 from stage_worker.links import GetPayload
 

@@ -54,14 +54,14 @@ class TransferServicer(pb_grpc.TransferServiceServicer):
     async def Claim(self, request: pb.ClaimRequest, context: ServicerContext) -> pb.ClaimResponse:  # noqa: N802
         """Reserve a place."""
         self._identity.check(request.owner)
-        return pb.ClaimResponse(consumers_left=self._store.claim(request.key, request.token))
+        return pb.ClaimResponse(consumers_left=self._store.claim(request.key, request.token, request.consumer))
 
     async def Release(  # noqa: N802
         self, request: pb.TransferServiceReleaseRequest, context: ServicerContext
     ) -> pb.TransferServiceReleaseResponse:
         """Give back data."""
         self._identity.check(request.owner)
-        freed = sum(self._store.release(item.key, item.token) for item in request.releases)
+        freed = sum(self._store.release(item.key, item.token, item.consumer) for item in request.releases)
         return pb.TransferServiceReleaseResponse(freed=freed)
 
     async def Fetch(self, request: pb.FetchRequest, context: ServicerContext) -> AsyncIterator[pb.FetchResponse]:  # noqa: N802

@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine
 import grpc.aio
 from google.protobuf import json_format
 
+from connectors.channels import PeerChannels
 from connectors.connector_set import ConnectorSet
 from connectors.payload import JsonValue
 from omni.v1 import pipeline_pb2, stage_service_pb2_grpc, transfer_service_pb2_grpc, types_pb2
@@ -31,7 +32,6 @@ from omnicore.log import get_logger
 from omnicore.security import Security
 from stage_worker import address
 from stage_worker.calls import CallTable, WorkerParts
-from stage_worker.channels import PeerChannels
 from stage_worker.config import StageWorkerConfig
 from stage_worker.control_plane_client import ControlPlaneClient, fetch_plan
 from stage_worker.drain import Drain

@@ -47,7 +47,7 @@ class Transfer(pb_grpc.TransferServiceServicer):
         self, request: pb.TransferServiceReleaseRequest, context: rpc.ServicerContext
     ) -> pb.TransferServiceReleaseResponse:
         self._check(request.owner)
-        freed = sum(self._store.release(item.key, item.token) for item in request.releases)
+        freed = sum(self._store.release(item.key, item.token, item.consumer) for item in request.releases)
         return pb.TransferServiceReleaseResponse(freed=freed)
 
     async def Subscribe(  # noqa: N802
@@ -59,7 +59,7 @@ class Transfer(pb_grpc.TransferServiceServicer):
 
     async def Claim(self, request: pb.ClaimRequest, context: rpc.ServicerContext) -> pb.ClaimResponse:  # noqa: N802
         self._check(request.owner)
-        return pb.ClaimResponse(consumers_left=self._store.claim(request.key, request.token))
+        return pb.ClaimResponse(consumers_left=self._store.claim(request.key, request.token, request.consumer))
 
     async def Fetch(self, request: pb.FetchRequest, context: rpc.ServicerContext) -> AsyncIterator[pb.FetchResponse]:  # noqa: N802
         self._check(request.owner)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from connectors.channels import IDLE_S, PeerChannels
 from control_plane.etcd import EtcdClient, EtcdCredentialFiles
 from omnicore.access import Role
 from omnicore.clock import ManualClock
 from omnicore.errors import UnauthenticatedError, UnavailableError, UnimplementedError
 from omnicore.security import Security
 from omnicore.tokens import TokenFile
-from stage_worker.channels import IDLE_S, PeerChannels
 from tests.integration.security.harness import outcome, serial, serving
 from tests.support.certificates import DevCerts
 from tests.support.etcd import etcd_server

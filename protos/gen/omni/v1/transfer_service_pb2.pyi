@@ -86,10 +86,15 @@ class ClaimRequest(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
+    CONSUMER_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     """Required."""
     token: _builtins.bytes
     """The handle's capability."""
+    consumer: _builtins.str
+    """The caller's name, at most 128 bytes. Who gives one has one place, however often it claims; claims without a name
+    are counted as they come.
+    """
     @_builtins.property
     def owner(self) -> _types_pb2.ReplicaRef:
         """The owner as the caller knows it. Required."""
@@ -100,10 +105,11 @@ class ClaimRequest(_message.Message):
         owner: _types_pb2.ReplicaRef | None = ...,
         key: _builtins.str = ...,
         token: _builtins.bytes = ...,
+        consumer: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "owner", b"owner", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "key", b"key", "owner", b"owner", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -169,19 +175,23 @@ class HandleRelease(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
+    CONSUMER_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     """The handle's key."""
     token: _builtins.bytes
     """The handle's capability."""
+    consumer: _builtins.str
+    """The name that it was claimed under, if any; releasing again under a name changes nothing."""
     def __init__(
         self,
         *,
         key: _builtins.str = ...,
         token: _builtins.bytes = ...,
+        consumer: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "key", b"key", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

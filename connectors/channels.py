@@ -1,4 +1,4 @@
-"""gRPC channels to peer workers, shared by everything that calls the same one, closed when idle."""
+"""gRPC channels to peers, shared by everything that calls the same one, closed when idle."""
 
 from __future__ import annotations
 
