@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+from connectors.agreement import RankAgreement
 from connectors.handles import HandleStore
 from omni.v1 import transfer_service_pb2 as pb
 from omni.v1 import transfer_service_pb2_grpc as pb_grpc
@@ -35,10 +36,11 @@ class _Subscription:
 class TransferServicer(pb_grpc.TransferServiceServicer):
     """See the proto."""
 
-    def __init__(self, identity: Identity, store: HandleStore, flows: FlowTable) -> None:
+    def __init__(self, identity: Identity, store: HandleStore, flows: FlowTable, agreement: RankAgreement) -> None:
         self._identity = identity
         self._store = store
         self._flows = flows
+        self._agreement = agreement
         self._subscriptions: set[_Subscription] = set()
 
     @property
@@ -71,6 +73,14 @@ class TransferServicer(pb_grpc.TransferServiceServicer):
             for offset in range(0, len(data), PIECE_BYTES):
                 yield pb.FetchResponse(data=bytes(data[offset : offset + PIECE_BYTES]), offset_bytes=offset)
 
+    async def Agree(self, request: pb.AgreeRequest, context: ServicerContext) -> pb.AgreeResponse:  # noqa: N802
+        """Count the vote of a rank; answers when all have voted."""
+        self._identity.check(request.owner)
+        timeout_s = request.timeout.ToNanoseconds() / 1e9
+        failure = request.failure or None
+        verdict = await self._agreement.vote(request.topic, request.rank, request.ranks, failure, timeout_s)
+        return pb.AgreeResponse(good=verdict.good, reason=verdict.reason)
+
     async def Subscribe(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.SubscribeRequest], context: ServicerContext
     ) -> AsyncIterator[pb.SubscribeResponse]:
@@ -98,7 +108,8 @@ class TransferServicer(pb_grpc.TransferServiceServicer):
             self._drop(subscription)
 
     def close(self) -> None:
-        """End all subscriptions: their flows have failed."""
+        """End all subscriptions: their flows have failed; and what ranks still vote on is bad."""
+        self._agreement.close()
         for subscription in list(self._subscriptions):
             subscription.writer.close()
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine
 import grpc.aio
 from google.protobuf import json_format
 
+from connectors.agreement import RankAgreement
 from connectors.channels import PeerChannels
 from connectors.connector_set import ConnectorSet
 from connectors.payload import JsonValue
@@ -101,7 +102,8 @@ class Worker:
             handler=self,
             preferred_replica_id=config.preferred_replica_id if config.preferred_replica_id >= 0 else None,
         )
-        self.transfer = TransferServicer(self.identity, connectors.store, self.parts.flows)
+        self.agreement = RankAgreement(clock)
+        self.transfer = TransferServicer(self.identity, connectors.store, self.parts.flows, self.agreement)
         self._kv_layout = ""
         self._server: rpc.RunningServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -330,6 +332,7 @@ class Worker:
         while True:
             await asyncio.sleep(_SWEEP_S)
             self.parts.flows.sweep()
+            self.agreement.sweep()
             self.parts.connectors.sweep()
             await self.channels.sweep()
 

@@ -5,6 +5,7 @@ Worker to worker: handles, credits and, as a last resort, bytes."""
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.rpc import status_pb2 as _status_pb2
@@ -450,3 +451,75 @@ class FetchResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FetchResponse: _TypeAlias = FetchResponse  # noqa: Y015
+
+@_typing.final
+class AgreeRequest(_message.Message):
+    """AgreeRequest is the vote of one rank."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: _builtins.int
+    TOPIC_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """What is voted on: used once, such as the key of a transfer. Required."""
+    rank: _builtins.int
+    """Whose vote."""
+    ranks: _builtins.int
+    """How many vote."""
+    failure: _builtins.str
+    """Why the rank's vote is bad; empty if it is good."""
+    @_builtins.property
+    def owner(self) -> _types_pb2.ReplicaRef:
+        """The worker that counts, as the caller knows it. Required."""
+
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """How long missing votes are waited for. Required."""
+
+    def __init__(
+        self,
+        *,
+        owner: _types_pb2.ReplicaRef | None = ...,
+        topic: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        ranks: _builtins.int = ...,
+        failure: _builtins.str = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "timeout", b"timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "owner", b"owner", "rank", b"rank", "ranks", b"ranks", "timeout", b"timeout", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AgreeRequest: _TypeAlias = AgreeRequest  # noqa: Y015
+
+@_typing.final
+class AgreeResponse(_message.Message):
+    """AgreeResponse is the verdict."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GOOD_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    good: _builtins.bool
+    """Every rank voted good."""
+    reason: _builtins.str
+    """Why not."""
+    def __init__(
+        self,
+        *,
+        good: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["good", b"good", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AgreeResponse: _TypeAlias = AgreeResponse  # noqa: Y015

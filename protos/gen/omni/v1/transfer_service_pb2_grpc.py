@@ -66,6 +66,11 @@ class TransferServiceStub:
                 request_serializer=omni_dot_v1_dot_transfer__service__pb2.FetchRequest.SerializeToString,
                 response_deserializer=omni_dot_v1_dot_transfer__service__pb2.FetchResponse.FromString,
                 _registered_method=True)
+        self.Agree = channel.unary_unary(
+                '/omni.v1.TransferService/Agree',
+                request_serializer=omni_dot_v1_dot_transfer__service__pb2.AgreeRequest.SerializeToString,
+                response_deserializer=omni_dot_v1_dot_transfer__service__pb2.AgreeResponse.FromString,
+                _registered_method=True)
 
 
 class TransferServiceServicer:
@@ -120,6 +125,16 @@ class TransferServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Agree(self, request, context):
+        """Agree counts the votes of an engine's ranks on whether a transfer has come, and answers all of them alike: good
+        when every rank has voted good; bad with the first bad vote, or when a vote is missing at the deadline of the first
+        one. Repeated and late votes get the same answer. A rank that gets none must take it for bad.
+        INVALID_ARGUMENT for a rank that does not exist or a number of ranks that other votes contradict.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TransferServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -147,6 +162,11 @@ def add_TransferServiceServicer_to_server(servicer, server):
                     servicer.Fetch,
                     request_deserializer=omni_dot_v1_dot_transfer__service__pb2.FetchRequest.FromString,
                     response_serializer=omni_dot_v1_dot_transfer__service__pb2.FetchResponse.SerializeToString,
+            ),
+            'Agree': grpc.unary_unary_rpc_method_handler(
+                    servicer.Agree,
+                    request_deserializer=omni_dot_v1_dot_transfer__service__pb2.AgreeRequest.FromString,
+                    response_serializer=omni_dot_v1_dot_transfer__service__pb2.AgreeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -291,6 +311,33 @@ class TransferService:
             '/omni.v1.TransferService/Fetch',
             omni_dot_v1_dot_transfer__service__pb2.FetchRequest.SerializeToString,
             omni_dot_v1_dot_transfer__service__pb2.FetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Agree(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/omni.v1.TransferService/Agree',
+            omni_dot_v1_dot_transfer__service__pb2.AgreeRequest.SerializeToString,
+            omni_dot_v1_dot_transfer__service__pb2.AgreeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -62,6 +62,12 @@ class TransferServiceStub:
     """Fetch streams the bytes of a handle, in pieces of at most 1 MiB: the connector of last resort. Errors as
     Describe.
     """
+    Agree: _grpc.UnaryUnaryMultiCallable[_transfer_service_pb2.AgreeRequest, _transfer_service_pb2.AgreeResponse]
+    """Agree counts the votes of an engine's ranks on whether a transfer has come, and answers all of them alike: good
+    when every rank has voted good; bad with the first bad vote, or when a vote is missing at the deadline of the first
+    one. Repeated and late votes get the same answer. A rank that gets none must take it for bad.
+    INVALID_ARGUMENT for a rank that does not exist or a number of ranks that other votes contradict.
+    """
 
 @_typing.type_check_only
 class TransferServiceAsyncStub(TransferServiceStub):
@@ -96,6 +102,12 @@ class TransferServiceAsyncStub(TransferServiceStub):
     Fetch: _aio.UnaryStreamMultiCallable[_transfer_service_pb2.FetchRequest, _transfer_service_pb2.FetchResponse]  # type: ignore[assignment]
     """Fetch streams the bytes of a handle, in pieces of at most 1 MiB: the connector of last resort. Errors as
     Describe.
+    """
+    Agree: _aio.UnaryUnaryMultiCallable[_transfer_service_pb2.AgreeRequest, _transfer_service_pb2.AgreeResponse]  # type: ignore[assignment]
+    """Agree counts the votes of an engine's ranks on whether a transfer has come, and answers all of them alike: good
+    when every rank has voted good; bad with the first bad vote, or when a vote is missing at the deadline of the first
+    one. Repeated and late votes get the same answer. A rank that gets none must take it for bad.
+    INVALID_ARGUMENT for a rank that does not exist or a number of ranks that other votes contradict.
     """
 
 class TransferServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -158,6 +170,18 @@ class TransferServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_transfer_service_pb2.FetchResponse], _abc.AsyncIterator[_transfer_service_pb2.FetchResponse]]:
         """Fetch streams the bytes of a handle, in pieces of at most 1 MiB: the connector of last resort. Errors as
         Describe.
+        """
+
+    @_abc_1.abstractmethod
+    def Agree(
+        self,
+        request: _transfer_service_pb2.AgreeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_transfer_service_pb2.AgreeResponse, _abc.Awaitable[_transfer_service_pb2.AgreeResponse]]:
+        """Agree counts the votes of an engine's ranks on whether a transfer has come, and answers all of them alike: good
+        when every rank has voted good; bad with the first bad vote, or when a vote is missing at the deadline of the first
+        one. Repeated and late votes get the same answer. A rank that gets none must take it for bad.
+        INVALID_ARGUMENT for a rank that does not exist or a number of ranks that other votes contradict.
         """
 
 def add_TransferServiceServicer_to_server(servicer: TransferServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
