@@ -56,8 +56,8 @@ class GrpcOptions:
 
 
 def parse_options(cls: type[T], kind: str, extra: Mapping[str, JsonValue]) -> T:
-    """``extra`` as a ``cls``. Raises ``InvalidRequestError`` for an unknown key, with the nearest one, for a wrong type
-    and for a number out of range."""
+    """``extra`` as a ``cls``, whose fields are ``bool``, ``int``, ``float`` or ``str``. Raises ``InvalidRequestError`` for
+    an unknown key, with the nearest one, for a wrong type and for a number out of range."""
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
@@ -75,6 +75,10 @@ def _converted(path: str, value: JsonValue, hint: Any, limits: Mapping[str, floa
     if hint is bool:
         if not isinstance(value, bool):
             raise errors.InvalidRequestError.field(path, f"must be true or false, got {value!r}")
+        return value
+    if hint is str:
+        if not isinstance(value, str):
+            raise errors.InvalidRequestError.field(path, f"must be a string, got {value!r}")
         return value
     # Numbers that have been through a protobuf Struct are floats: 65536.0 is a whole number.
     if isinstance(value, bool) or not isinstance(value, int | float) or (hint is int and not float(value).is_integer()):
