@@ -16,10 +16,11 @@ import grpc.aio
 
 from control_plane import compat, states, validate
 from control_plane.answers import check_request_id, log_fields
+from control_plane.changes import ReplicaRow
 from control_plane.etcd import EtcdClient
 from control_plane.keys import ReplicaKey
 from control_plane.plans import catch_up, find_plan
-from control_plane.table import ReplicaRow, Table
+from control_plane.table import Table
 from omni.v1 import admin_service_pb2 as pb
 from omni.v1 import pipeline_pb2, stage_service_pb2, stage_service_pb2_grpc, types_pb2
 from omnicore import errors, rpc

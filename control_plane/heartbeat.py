@@ -19,11 +19,12 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Final, NoReturn
 
 from control_plane import codec, liveness, states, validate
+from control_plane.changes import Change, ReplicaRow
 from control_plane.etcd import EtcdClient, LeaseLost
 from control_plane.keys import ReplicaKey
 from control_plane.liveness import Liveness
 from control_plane.records import Records
-from control_plane.table import Change, ReplicaRow, Table
+from control_plane.table import Table
 from control_plane.workqueue import WorkQueue
 from omni.v1 import registry_service_pb2 as pb
 from omni.v1 import types_pb2

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from control_plane import codec
+from control_plane.changes import ReplicaRow
 from control_plane.etcd import (
     Compare,
     EtcdClient,
@@ -27,7 +28,7 @@ from control_plane.etcd import (
     op_put,
 )
 from control_plane.keys import ReplicaKey
-from control_plane.table import ReplicaRow, Table
+from control_plane.table import Table
 from omni.v1 import types_pb2
 from omnicore.errors import ConflictError
 

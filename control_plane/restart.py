@@ -22,11 +22,12 @@ from typing import Final
 from control_plane import codec, drains, states, validate
 from control_plane.admin import MAX_DEADLINE_S, Admin
 from control_plane.answers import Answer, check_request_id, log_fields
+from control_plane.changes import Change, ReplicaRow
 from control_plane.etcd import EtcdClient, WriteOutcomeUnknown
 from control_plane.keys import StageKey
 from control_plane.plans import find_stage, require_revision
 from control_plane.restart_lock import RestartLock
-from control_plane.table import Change, ReplicaRow, Table
+from control_plane.table import Table
 from omni.v1 import admin_service_pb2 as pb
 from omni.v1 import types_pb2
 from omnicore.clock import SYSTEM_CLOCK, Clock

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 
 from control_plane import codec, states
+from control_plane.changes import ReplicaRow
 from control_plane.keys import StageKey
-from control_plane.table import ReplicaRow, Table
+from control_plane.table import Table
 from omni.v1 import admin_service_pb2 as pb
 from omni.v1 import pipeline_pb2
 from omnicore.routing import lacking_connectors, needed_connectors

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Sequence
 from typing import Final, NoReturn, TypeAlias
 
 from control_plane import frames
+from control_plane.changes import Change, ReplicaRow, merged
 from control_plane.deltalog import Delta
 from control_plane.fanout import BOOKMARK_S, HISTORY, Fanout, Watcher
 from control_plane.keys import ReplicaKey
-from control_plane.table import Change, ReplicaRow, Table, merged
+from control_plane.table import Table
 from omni.v1 import pipeline_service_pb2 as pipeline_pb
 from omni.v1 import registry_service_pb2 as registry_pb
 from omnicore.clock import SYSTEM_CLOCK, Clock

@@ -8,9 +8,10 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from control_plane import codec, frames
+from control_plane.changes import Change
 from control_plane.etcd import EventKind, KeyValue, RangeResult, WatchBatch, WatchEvent
 from control_plane.keys import Keys, ReplicaKey, StageKey
-from control_plane.table import Change, Table
+from control_plane.table import Table
 from control_plane.watchers import ReplicaFanout
 from omni.v1 import registry_service_pb2 as pb
 from omni.v1 import types_pb2
