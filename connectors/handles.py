@@ -27,7 +27,8 @@ import hmac
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 
 from connectors.places import ConsumerPlaces
 from omni.v1 import transfer_pb2, types_pb2
@@ -64,11 +65,15 @@ class StoreStats:
     """Handles that are gone but whose data somebody still reads."""
 
 
+Elsewhere = Callable[[], AbstractAsyncContextManager[memoryview]]
+"""How to get at data that does not lie in this process's memory: it is valid inside the context."""
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class _Entry:
     handle: transfer_pb2.TransferHandle
     kind: str
-    data: memoryview
+    data: memoryview | Elsewhere
     on_free: Callable[[], None]
     deadline_s: float
     places: ConsumerPlaces
@@ -88,10 +93,11 @@ class Reservation:
         self.kind = kind
         self.cancelled = False
 
-    def publish(self, data: memoryview, on_free: Callable[[], None]) -> transfer_pb2.TransferHandle:
-        """Make the data readable. ``data`` is what ``Fetch`` sends (``handle.size_bytes`` bytes); ``on_free`` is called
-        once, when nobody needs it any more, and must not raise. Raises ``RequestCancelledError`` if the request was
-        cleaned up meanwhile and ``UnavailableError`` after ``close``; ``on_free`` is then not called."""
+    def publish(self, data: memoryview | Elsewhere, on_free: Callable[[], None]) -> transfer_pb2.TransferHandle:
+        """Make the data readable. ``data`` is what ``Fetch`` sends (``handle.size_bytes`` bytes), or gets them;
+        ``on_free`` is called once, when nobody needs it any more, and must not raise. Raises ``RequestCancelledError``
+        if the request was cleaned up meanwhile and ``UnavailableError`` after ``close``; ``on_free`` is then not
+        called."""
         return self._store._publish(self, data, on_free)
 
     def cancel(self) -> None:
@@ -168,7 +174,7 @@ class HandleStore:
         return reservation
 
     def _publish(
-        self, reservation: Reservation, data: memoryview, on_free: Callable[[], None]
+        self, reservation: Reservation, data: memoryview | Elsewhere, on_free: Callable[[], None]
     ) -> transfer_pb2.TransferHandle:
         handle = reservation.handle
         handle.expire_time.FromNanoseconds(int((self._wall_s() + self._ttl_s) * 1e9))
@@ -183,7 +189,7 @@ class HandleStore:
             self._entries[handle.key] = _Entry(
                 handle,
                 reservation.kind,
-                data.toreadonly(),
+                data.toreadonly() if isinstance(data, memoryview) else data,
                 on_free,
                 self._clock.monotonic() + self._ttl_s,
                 ConsumerPlaces(handle.consumers),
@@ -256,7 +262,26 @@ class HandleStore:
     @contextlib.contextmanager
     def read(self, key: str, token: bytes) -> Iterator[memoryview]:
         """The bytes behind ``key``, which stay as they are inside the context even if the handle is freed meanwhile.
-        Raises as ``describe``."""
+        Raises as ``describe``, and ``FailedPreconditionError`` for data that lies elsewhere: see ``open``."""
+        with self._holding(key, token) as data:
+            if not isinstance(data, memoryview):
+                raise errors.FailedPreconditionError(
+                    f"the bytes of {key!r} are not in this process's memory", reason="DATA_ELSEWHERE"
+                )
+            yield data
+
+    @contextlib.asynccontextmanager
+    async def open(self, key: str, token: bytes) -> AsyncIterator[memoryview]:
+        """As ``read``, for data that may lie elsewhere; raises also what getting it from there raises."""
+        with self._holding(key, token) as data:
+            if isinstance(data, memoryview):
+                yield data
+                return
+            async with data() as brought:
+                yield brought.toreadonly()
+
+    @contextlib.contextmanager
+    def _holding(self, key: str, token: bytes) -> Iterator[memoryview | Elsewhere]:
         with self._lock:
             entry = self._authorized(key, token)
             entry.readers += 1

@@ -56,8 +56,8 @@ class GrpcOptions:
 
 
 def parse_options(cls: type[T], kind: str, extra: Mapping[str, JsonValue]) -> T:
-    """``extra`` as a ``cls``, whose fields are ``bool``, ``int``, ``float`` or ``str``. Raises ``InvalidRequestError`` for
-    an unknown key, with the nearest one, for a wrong type and for a number out of range."""
+    """``extra`` as a ``cls``, whose fields are ``bool``, ``int``, ``float`` or ``str``. Raises ``InvalidRequestError``
+    for an unknown key, with the nearest one, for a wrong type and for a number out of range."""
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}

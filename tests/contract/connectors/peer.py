@@ -63,7 +63,7 @@ class Transfer(pb_grpc.TransferServiceServicer):
 
     async def Fetch(self, request: pb.FetchRequest, context: rpc.ServicerContext) -> AsyncIterator[pb.FetchResponse]:  # noqa: N802
         self._check(request.owner)
-        with self._store.read(request.key, request.token) as data:
+        async with self._store.open(request.key, request.token) as data:
             for offset in range(0, len(data), PIECE_BYTES):
                 yield pb.FetchResponse(data=bytes(data[offset : offset + PIECE_BYTES]), offset_bytes=offset)
 

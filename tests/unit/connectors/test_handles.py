@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -266,6 +266,31 @@ def test_threads_free_each_handle_once(owner: Owner) -> None:
     for thread in threads:
         thread.join()
     assert sorted(owner.freed) == sorted(handle.key for handle in handles)
+
+
+async def test_data_elsewhere_is_brought_for_its_readers_and_freed_after_them(owner: Owner) -> None:
+    brought: list[str] = []
+
+    @contextlib.asynccontextmanager
+    async def bring() -> AsyncIterator[memoryview]:
+        brought.append("open")
+        yield memoryview(bytearray(b"data"))
+        brought.append("closed")
+
+    reservation = owner.reserve("k")
+    handle = reservation.publish(bring, lambda: owner.freed.append("k"))
+    with pytest.raises(errors.FailedPreconditionError), owner.store.read("k", handle.token):
+        pass
+    async with owner.store.open("k", handle.token) as data:
+        assert owner.store.release("k", handle.token)
+        assert (bytes(data), data.readonly, owner.freed) == (b"data", True, [])
+    assert (brought, owner.freed) == (["open", "closed"], ["k"])
+    in_memory = owner.put("m")
+    async with owner.store.open("m", in_memory.token) as data:
+        assert bytes(data) == b"data"
+    with pytest.raises(errors.NotFoundError):
+        async with owner.store.open("k", handle.token):
+            pass
 
 
 def test_keys_of_a_flow_differ() -> None:
