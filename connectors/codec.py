@@ -21,6 +21,7 @@ from google.protobuf import struct_pb2
 from connectors import metadata as facts
 from connectors.dtypes import DTYPES, dtype_name, raw_view
 from connectors.payload import Payload
+from connectors.torch_tensors import DeviceTensor, from_torch, is_torch
 from omni.v1 import transfer_pb2
 from omnicore import errors
 
@@ -39,8 +40,8 @@ class Encoded:
     """A payload with its layout worked out, not yet copied anywhere."""
 
     specs: Sequence[transfer_pb2.TensorSpec]
-    arrays: Sequence[npt.NDArray[Any]]
-    """One per spec, as given: any strides, any byte order."""
+    arrays: Sequence[npt.NDArray[Any] | DeviceTensor]
+    """One per spec, as given: any strides, any byte order, perhaps in device memory."""
     text: str | None
     metadata: struct_pb2.Struct
     size_bytes: int
@@ -68,7 +69,11 @@ class Encoded:
             if start > end:
                 target[end:start] = bytes(start - end)  # never what lay there before
             end = start + spec.size_bytes
-            if spec.size_bytes:
+            if not spec.size_bytes:
+                continue
+            if isinstance(array, DeviceTensor):
+                array.copy_to(np.ndarray(array.shape, array.carrier, buffer=target, offset=start))
+            else:
                 place = np.ndarray(array.shape, array.dtype.newbyteorder("<"), buffer=target, offset=start)
                 np.copyto(place, array, casting="equiv")
 
@@ -100,21 +105,18 @@ def _encode_tensors(payload: Payload, struct: struct_pb2.Struct) -> Encoded:
     if len(payload.tensors) > MAX_TENSORS:
         raise errors.InvalidRequestError.field("payload.tensors", f"{len(payload.tensors)}, at most {MAX_TENSORS}")
     specs: list[transfer_pb2.TensorSpec] = []
-    arrays: list[npt.NDArray[Any]] = []
+    arrays: list[npt.NDArray[Any] | DeviceTensor] = []
     end = 0
     for name, tensor in payload.tensors.items():
         path = f"payload.tensors[{name!r}]"
         if not isinstance(name, str) or not name:
             raise errors.InvalidRequestError.field(path, "names must be non-empty strings")
-        if not isinstance(tensor, np.ndarray):
-            raise errors.InvalidRequestError.field(path, f"must be a numpy array, got {type(tensor).__name__}")
-        if tensor.ndim > _MAX_DIMENSIONS:
-            raise errors.InvalidRequestError.field(path, f"{tensor.ndim} dimensions, at most {_MAX_DIMENSIONS}")
         try:
-            dtype = dtype_name(tensor.dtype)
+            dtype, array = _source(tensor)
         except errors.InvalidRequestError as error:
             raise errors.InvalidRequestError.field(path, error.message, reason=error.reason) from None
-        array = raw_view(tensor)
+        if len(array.shape) > _MAX_DIMENSIONS:
+            raise errors.InvalidRequestError.field(path, f"{len(array.shape)} dimensions, at most {_MAX_DIMENSIONS}")
         start = aligned(end)
         end = start + array.nbytes
         specs.append(
@@ -124,6 +126,22 @@ def _encode_tensors(payload: Payload, struct: struct_pb2.Struct) -> Encoded:
         )
         arrays.append(array)
     return Encoded(specs, arrays, None, struct, end)
+
+
+def _source(tensor: object) -> tuple[str, npt.NDArray[Any] | DeviceTensor]:
+    """Wire name and elements of whatever may stand in a payload."""
+    if isinstance(tensor, np.ndarray):
+        return dtype_name(tensor.dtype), raw_view(tensor)
+    if is_torch(tensor):
+        return from_torch(tensor)
+    if isinstance(tensor, bytes | bytearray | memoryview):
+        try:
+            return "uint8", np.frombuffer(tensor, np.uint8)
+        except (ValueError, BufferError) as error:
+            raise errors.InvalidRequestError.field("bytes", str(error)) from None
+    raise errors.InvalidRequestError.field(
+        "tensor", f"must be a numpy array, a torch tensor or bytes, got {type(tensor).__name__}"
+    )
 
 
 def check_headers(handle: transfer_pb2.TransferHandle) -> None:

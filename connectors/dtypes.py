@@ -26,7 +26,7 @@ _NUMPY_NAMES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
 )
-_RAW_NAMES = {
+RAW_NAMES = {
     "bfloat16": "uint16",
     "float8_e4m3fn": "uint8",
     "float8_e4m3fnuz": "uint8",
@@ -43,7 +43,7 @@ def _marked(name: str, carrier: str) -> np.dtype[Any]:
 # Little-endian on the wire, which is native wherever this runs; "<" makes big-endian sources convert while copied.
 DTYPES: dict[str, np.dtype[Any]] = {
     **{name: np.dtype(name).newbyteorder("<") for name in _NUMPY_NAMES},
-    **{name: _marked(name, carrier) for name, carrier in _RAW_NAMES.items()},
+    **{name: _marked(name, carrier) for name, carrier in RAW_NAMES.items()},
 }
 """Wire name → numpy dtype of the array that a consumer gets."""
 
@@ -57,7 +57,7 @@ def mark(array: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
     dtype = DTYPES.get(name)
     if dtype is None or array.dtype != dtype:
         raise errors.InvalidRequestError.field(
-            "dtype", f"{array.dtype} cannot carry {name!r}; raw types are {_RAW_NAMES}", reason="UNSUPPORTED_DTYPE"
+            "dtype", f"{array.dtype} cannot carry {name!r}; raw types are {RAW_NAMES}", reason="UNSUPPORTED_DTYPE"
         )
     return array.view(dtype)
 
@@ -66,9 +66,9 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
     """The wire name of a numpy dtype, of ml_dtypes' too. Raises ``InvalidRequestError`` for others."""
     facts: Mapping[str, Any] = dtype.metadata or {}
     name = facts.get(_MARK)
-    if name in _RAW_NAMES and dtype == _RAW_NAMES[name]:
+    if name in RAW_NAMES and dtype == RAW_NAMES[name]:
         return str(name)
-    if dtype.name in _NUMPY_NAMES or dtype.name in _RAW_NAMES:
+    if dtype.name in _NUMPY_NAMES or dtype.name in RAW_NAMES:
         return dtype.name
     raise errors.InvalidRequestError.field(
         "dtype", f"cannot send {dtype}; accepted: {', '.join(DTYPES)}", reason="UNSUPPORTED_DTYPE"
@@ -77,5 +77,5 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 
 def raw_view(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """``array`` with elements that numpy itself can copy: unsigned integers where it holds ml_dtypes' types."""
-    carrier = _RAW_NAMES.get(array.dtype.name)
+    carrier = RAW_NAMES.get(array.dtype.name)
     return array.view(carrier) if carrier is not None else array

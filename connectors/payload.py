@@ -6,9 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 JsonValue = str | int | float | bool | None | list["JsonValue"] | dict[str, "JsonValue"]
 
 
@@ -16,12 +13,13 @@ JsonValue = str | int | float | bool | None | list["JsonValue"] | dict[str, "Jso
 class Payload:
     """One chunk of data between stages.
 
-    Exactly one of ``text`` and ``tensors`` is meaningful; a payload with neither is an empty chunk. Tensors are numpy
-    arrays of any shape and of a dtype that ``connectors.codec`` lists; consumers get read-only views that are valid
-    until the payload's handle is released.
+    Exactly one of ``text`` and ``tensors`` is meaningful; a payload with neither is an empty chunk. Producers give
+    numpy arrays, torch tensors (on the CPU or a CUDA device) or bytes, of any shape and strides and of a dtype that
+    ``connectors.dtypes`` lists. Consumers get read-only numpy views, or torch tensors where the data is in device
+    memory, valid until the payload's handle is released; ``connectors.torch_tensors.as_torch`` makes tensors of both.
     """
 
-    tensors: Mapping[str, npt.NDArray[Any]] = dataclasses.field(default_factory=dict)
+    tensors: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     text: str | None = None
     metadata: Mapping[str, JsonValue] = dataclasses.field(default_factory=dict)
 
@@ -30,4 +28,4 @@ class Payload:
         """Bytes of all tensors, or of the text as UTF-8."""
         if self.text is not None:
             return len(self.text.encode())
-        return sum(int(np.asarray(tensor).nbytes) for tensor in self.tensors.values())
+        return sum(len(t) if isinstance(t, bytes | bytearray) else int(t.nbytes) for t in self.tensors.values())

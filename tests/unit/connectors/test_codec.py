@@ -154,7 +154,7 @@ for _ in range(40):
         (Payload(tensors={"s": np.array(["a"])}), r"tensors\['s'\].*cannot send"),
         (Payload(tensors={"t": np.zeros(1, "M8[s]")}), r"tensors\['t'\].*cannot send"),
         (Payload(tensors={"v": np.zeros(1, [("a", "i4")])}), r"tensors\['v'\].*cannot send"),
-        (Payload(tensors={"l": [1, 2]}), "must be a numpy array, got list"),  # type: ignore[dict-item]
+        (Payload(tensors={"l": [1, 2]}), "must be a numpy array, a torch tensor or bytes, got list"),
         (Payload(tensors={"": np.zeros(1)}), "non-empty"),
         (Payload(tensors={"d": np.zeros((1,) * 33)}), "33 dimensions"),
         (Payload(tensors={f"t{i}": np.zeros(0) for i in range(4097)}), "4097, at most 4096"),
@@ -251,3 +251,13 @@ def test_checksum_finds_one_flipped_bit(text: str | None) -> None:
     with pytest.raises(errors.DataLossError) as caught:
         codec.check_checksum(handle, data)
     assert caught.value.reason == "WRONG_CHECKSUM"
+
+
+def test_bytes_are_sent_as_they_are() -> None:
+    for raw in (b"abc", bytearray(b"abc"), memoryview(b"xabc")[1:]):
+        handle, data = to_handle(Payload({"x": raw, "empty": b""}))
+        got = codec.decode(handle, data).tensors
+        assert (got["x"].tobytes(), got["empty"].nbytes) == (b"abc", 0)
+        assert Payload({"x": raw}).size_bytes == 3
+    with pytest.raises(errors.InvalidRequestError, match=r"payload\.tensors"):
+        codec.encode(Payload({"x": memoryview(b"abcd")[::2]}))
