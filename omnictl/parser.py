@@ -139,8 +139,9 @@ class Parser(arguments.ArgumentParser):
         return {}
 
     def flags(self) -> list[str]:
-        """Every long flag of this command."""
-        return sorted({o for a in self._actions for o in a.option_strings if o.startswith("--")})
+        """Every long flag of this command that people are told of, and --help."""
+        shown = [a for a in self._actions if a.help is not argparse.SUPPRESS or isinstance(a, _Help)]
+        return sorted({o for a in shown for o in a.option_strings if o.startswith("--")})
 
     def flag_choices(self) -> dict[str, list[str]]:
         """Values that flags accept, of those that accept a fixed set; each spelling of a flag by itself."""

@@ -30,8 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args[0] not in SERVICES:
         print(f"error: unknown service {args[0]!r}; known: {', '.join(SERVICES)}", file=sys.stderr)
         return 2
-    service: Callable[[Sequence[str]], int] = importlib.import_module(SERVICES[args[0]][0]).main
-    return service(args[1:])
+    try:
+        service: Callable[[Sequence[str]], int] = importlib.import_module(SERVICES[args[0]][0]).main
+        return service(args[1:])
+    except KeyboardInterrupt:
+        return 130  # Ctrl-C before the service took signals; 128 + SIGINT, as shells have it
 
 
 def _usage() -> str:

@@ -20,6 +20,7 @@ from omnicore import config as settings_checks
 from omnicore.clock import SYSTEM_CLOCK
 from omnicore.errors import InternalError, InvalidRequestError, OmniError
 from omnicore.process import write_ready_file
+from omnicore.supervise.directory_lock import DirectoryLock
 from omnicore.supervise.signals import StopSignals, process_age_s
 from omnicore.supervise.supervisor import Member, StartFailedError, Supervisor
 from omnicore.tasks import together
@@ -88,7 +89,8 @@ class _Plan:
     ready_file: str
     context_path: Path
     run_dir: Path
-    keep_run_dir: bool
+    lock: DirectoryLock | None
+    """Of a run directory that is kept: no other ``up`` has it meanwhile."""
     started_s: float
     """When this process began, on the monotonic clock."""
 
@@ -245,6 +247,7 @@ def _prepare(args: argparse.Namespace) -> _Plan:
     request = request_of(args, args.file)
     question = question_of(args, "", args.ask) if args.ask is not None else None
     config.check()
+    run_dir, lock = _run_dir(data_dir, args.run_dir)
     return _Plan(
         config=config,
         request=request,
@@ -252,22 +255,22 @@ def _prepare(args: argparse.Namespace) -> _Plan:
         question=question,
         ready_file=args.ready_file,
         context_path=context.context_path(os.environ),
-        run_dir=_run_dir(data_dir, args.run_dir),
-        keep_run_dir=data_dir is not None,
+        run_dir=run_dir,
+        lock=lock,
         started_s=SYSTEM_CLOCK.monotonic() - process_age_s(),
     )
 
 
-def _run_dir(data_dir: Path | None, given: str) -> Path:
+def _run_dir(data_dir: Path | None, given: str) -> tuple[Path, DirectoryLock | None]:
     if data_dir is None and given:
-        return Path(given)
+        return Path(given), None
     if data_dir is None:
-        return Path(tempfile.mkdtemp(prefix="omnictl-"))
+        return Path(tempfile.mkdtemp(prefix="omnictl-")), None
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
+        return data_dir, DirectoryLock(data_dir, "--data-dir")
     except OSError as error:
         raise InvalidRequestError(f"--data-dir: {data_dir}: {error.strerror}", reason="BAD_FILE") from error
-    return data_dir
 
 
 @contextlib.contextmanager
@@ -331,7 +334,8 @@ def _report(error: OmniError) -> None:
 
 def _clean_up(plan: _Plan, view: View, *, keep_logs: bool) -> None:
     """Keep the logs of a run that went wrong, and nothing else."""
-    if plan.keep_run_dir:
+    if plan.lock is not None:
+        plan.lock.release()
         return
     if not keep_logs:
         shutil.rmtree(plan.run_dir, ignore_errors=True)

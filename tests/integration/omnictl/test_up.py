@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import wave
 from pathlib import Path
 
@@ -54,6 +56,42 @@ def test_ctrl_c_drains_and_leaves_nothing(cli: Cli, one_stage: str) -> None:
         _nothing_left(cli, up)
     assert not cli.context.exists()
     assert list((cli.directory / "tmp").iterdir()) == []
+
+
+def test_of_two_that_begin_at_once_on_one_directory_one_is_told_to_go_elsewhere(cli: Cli, one_stage: str) -> None:
+    kept = cli.directory / "kept"
+    begin = ("up", one_stage, *ANY_PORT, "--data-dir", str(kept))
+    with cli.spawn(*begin) as one, cli.spawn(*begin) as other:
+        wait_for(lambda: one.process.poll() is not None or other.process.poll() is not None, START_S, "one of them")
+        refused, serving = (one, other) if one.process.poll() is not None else (other, one)
+        assert refused.process.wait() == 5
+        assert refused.err.startswith(f"error: --data-dir: {kept} is in use by another launcher (process ")
+        serving.wait_out("one is ready after", START_S)
+        assert serving.end(signal.SIGINT) == 0
+    assert (kept / "logs").is_dir()
+
+
+@pytest.mark.parametrize("command", [("omnictl", "up"), ("omniplane", "gateway")])
+def test_ctrl_c_while_a_program_loads_is_no_traceback(cli: Cli, one_stage: str, command: tuple[str, str]) -> None:
+    """Ctrl-C comes with the first module that the command itself imports."""
+    program, word = command
+    (cli.directory / "sitecustomize.py").write_text(
+        "import signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name in ('omnictl.cli', 'gateway.app'):\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", program, word, one_stage],
+        env=cli.environ | {"PYTHONPATH": str(cli.directory)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=START_S,
+    )
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_every_interface_if_that_is_said_to_be_insecure(cli: Cli, one_stage: str) -> None:
