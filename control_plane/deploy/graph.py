@@ -13,6 +13,7 @@ from control_plane.deploy.kinds import INVALID, check_keys
 from control_plane.deploy.schema import CONNECTOR_USE, EDGE_KEYS, FROM_STAGE, TO_STAGE
 from control_plane.deploy.stages import StageDraft
 from omni.v1 import pipeline_pb2
+from omnicore.durations import to_duration
 
 DEFAULT_WINDOW: Final = 16
 """Unacknowledged chunks of a request on an async edge: deep enough that a hop's latency is hidden at one chunk per
@@ -213,6 +214,7 @@ def edge_message(edge: EdgeDraft, producer: StageDraft, async_chunk: bool, fault
             faults.warn(edge.place.at("chunk_by"), f"{said!r} has no effect: async_chunk is false")
         else:
             chunk_by = said
+    timeout_s = edge.fields.get("chunk_timeout_s")
     return pipeline_pb2.Edge(
         from_stage=edge.pair[0],
         to_stage=edge.pair[1],
@@ -220,6 +222,7 @@ def edge_message(edge: EdgeDraft, producer: StageDraft, async_chunk: bool, fault
         window_size=edge.fields.get("window_size", DEFAULT_WINDOW if async_chunk else -1),
         max_inflight=edge.fields.get("max_inflight", 0),
         chunk_by=pipeline_pb2.ChunkBy.Value(f"CHUNK_BY_{chunk_by.upper()}"),
+        chunk_timeout=None if timeout_s is None else to_duration(timeout_s),
     )
 
 

@@ -164,7 +164,14 @@ EDGE_KEYS: Final[dict[str, Key]] = {
         Int(1, INT32_MAX, also=(-1,)), "chunks of a request not yet acknowledged; -1: no limit", "16 (async), -1"
     ),
     "max_inflight": Key(
-        Int(1, INT32_MAX), "requests with data in flight, per producer replica; not enforced yet", "no limit"
+        Int(1, INT32_MAX),
+        "requests of one gateway that use the edge at a time, and transfers at a time to one consumer replica",
+        "no limit",
+    ),
+    "chunk_timeout_s": Key(
+        Number(0.001, 86_400),
+        "longest time that the consumer waits for a chunk, and for its bytes",
+        "the worker's `--chunk-timeout-s`",
     ),
     "chunk_by": Key(Choice(CHUNK_BY), "how text is cut for this edge", "see Completion"),
 }

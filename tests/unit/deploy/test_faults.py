@@ -134,6 +134,7 @@ SHM = "connectors: {shm: {name: shm}}"
         (chain(2, "edges: [{from: 0, to: 1, window_size: 0}]"), "edges[0].window_size", "-1 or an integer of at least 1"),
         (chain(2, "edges: [{from: 0, to: 1, window_size: zero}]"), "edges[0].window_size", "got str 'zero'"),
         (chain(2, "edges: [{from: 0, to: 1, max_inflight: 0}]"), "edges[0].max_inflight", "at least 1, got 0"),
+        (chain(2, "edges: [{from: 0, to: 1, chunk_timeout_s: 0}]"), "edges[0].chunk_timeout_s", "at least 0.001"),
         (chain(2, "edges: [{from: 0, to: 1, chunk_by: word}]"), "edges[0].chunk_by", "one of step, sentence, final"),
         (chain(2, "edges: [{from: 0, to: 1}, {from: 0, to: 1}]"), "edges[1]", "0 → 1 is given twice"),
         (chain(2, "edges: [{from: 1, to: 1}]"), "edges[0].to", "leads back to its own stage"),

@@ -195,6 +195,9 @@ def test_edge_options_and_defaults() -> None:
     written = "edges: [{from: 0, to: 1, window_size: -1, max_inflight: 1, connector: shm, chunk_by: final}]\n"
     edge = plan(chain(2, written + "connectors: {shm: {name: shm}}")).edges[0]
     assert (edge.window_size, edge.max_inflight, edge.connector, edge.chunk_by) == (-1, 1, "shm", FINAL)
+    assert not edge.HasField("chunk_timeout"), "the worker's own"
+    timed = plan(chain(2, "edges: [{from: 0, to: 1, chunk_timeout_s: 2.5}]")).edges[0]
+    assert timed.chunk_timeout.ToMilliseconds() == 2500
     async_edge = plan(chain(2)).edges[0]
     assert (async_edge.window_size, async_edge.max_inflight, async_edge.connector) == (16, 0, "")
     sync_edge = plan(chain(2, "async_chunk: false")).edges[0]

@@ -5,6 +5,7 @@ The plan of a pipeline: what a deploy file means once it was read, checked and c
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf.internal import containers as _containers
@@ -227,6 +228,7 @@ class Edge(_message.Message):
     WINDOW_SIZE_FIELD_NUMBER: _builtins.int
     MAX_INFLIGHT_FIELD_NUMBER: _builtins.int
     CHUNK_BY_FIELD_NUMBER: _builtins.int
+    CHUNK_TIMEOUT_FIELD_NUMBER: _builtins.int
     from_stage: _builtins.int
     """Producer stage id."""
     to_stage: _builtins.int
@@ -236,9 +238,15 @@ class Edge(_message.Message):
     window_size: _builtins.int
     """Most chunks of one request that the consumer has not yet acknowledged. -1: no limit."""
     max_inflight: _builtins.int
-    """Most requests with data in flight on this edge, per producer replica. 0: no limit. Not enforced yet."""
+    """Most requests of one gateway that use this edge at a time, and most transfers over it at a time to one consumer
+    replica. 0: no limit.
+    """
     chunk_by: Global___ChunkBy.ValueType
     """How a text producer cuts its output into chunks for this edge."""
+    @_builtins.property
+    def chunk_timeout(self) -> _duration_pb2.Duration:
+        """Longest time that the consumer waits for a chunk, and for the bytes of one. Unset: the worker's own limit."""
+
     def __init__(
         self,
         *,
@@ -248,10 +256,11 @@ class Edge(_message.Message):
         window_size: _builtins.int = ...,
         max_inflight: _builtins.int = ...,
         chunk_by: Global___ChunkBy.ValueType = ...,
+        chunk_timeout: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk_timeout", b"chunk_timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_by", b"chunk_by", "connector", b"connector", "from_stage", b"from_stage", "max_inflight", b"max_inflight", "to_stage", b"to_stage", "window_size", b"window_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_by", b"chunk_by", "chunk_timeout", b"chunk_timeout", "connector", b"connector", "from_stage", b"from_stage", "max_inflight", b"max_inflight", "to_stage", b"to_stage", "window_size", b"window_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

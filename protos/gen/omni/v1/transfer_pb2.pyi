@@ -103,7 +103,9 @@ class TransferHandle(_message.Message):
     """Capability: without it the owner refuses Claim, Fetch and Release."""
     @_builtins.property
     def edge(self) -> Global___EdgeRef:
-        """What the data belongs to."""
+        """What the data belongs to. Data that a stage gives to several others at once is published for the first of those
+        edges, and has a consumer place for each.
+        """
 
     @_builtins.property
     def owner(self) -> _types_pb2.ReplicaRef:
@@ -412,6 +414,7 @@ class CudaIpcBackend(_message.Message):
     POOL_BYTES_FIELD_NUMBER: _builtins.int
     OFFSET_BYTES_FIELD_NUMBER: _builtins.int
     EVENT_HANDLE_FIELD_NUMBER: _builtins.int
+    HEADER_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.str
     """Kernel boot id of the owner's host."""
     pid: _builtins.int
@@ -428,6 +431,12 @@ class CudaIpcBackend(_message.Message):
     """First byte of the data in the pool."""
     event_handle: _builtins.bytes
     """cudaIpcEventHandle_t, 64 bytes: recorded after the data was written. Empty if the owner has waited for it."""
+    @_builtins.property
+    def header(self) -> Global___ShmBackend:
+        """Host memory of the owner that begins with the handle's fingerprint as long as the handle is valid, so that nobody
+        has to read device memory to learn that it was freed. Boot id, pid and start time equal those above.
+        """
+
     def __init__(
         self,
         *,
@@ -439,10 +448,11 @@ class CudaIpcBackend(_message.Message):
         pool_bytes: _builtins.int = ...,
         offset_bytes: _builtins.int = ...,
         event_handle: _builtins.bytes = ...,
+        header: Global___ShmBackend | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "device_uuid", b"device_uuid", "event_handle", b"event_handle", "memory_handle", b"memory_handle", "offset_bytes", b"offset_bytes", "pid", b"pid", "pool_bytes", b"pool_bytes", "process_start_ticks", b"process_start_ticks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "device_uuid", b"device_uuid", "event_handle", b"event_handle", "header", b"header", "memory_handle", b"memory_handle", "offset_bytes", b"offset_bytes", "pid", b"pid", "pool_bytes", b"pool_bytes", "process_start_ticks", b"process_start_ticks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

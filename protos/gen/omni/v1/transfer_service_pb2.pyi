@@ -231,6 +231,7 @@ class SubscribeRequest(_message.Message):
     OPENS_FIELD_NUMBER: _builtins.int
     ACKS_FIELD_NUMBER: _builtins.int
     CANCELS_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def consumer(self) -> _types_pb2.ReplicaRef:
         """Who subscribes, for the owner's log. In the first message."""
@@ -253,6 +254,10 @@ class SubscribeRequest(_message.Message):
     def cancels(self) -> _containers.RepeatedCompositeFieldContainer[_transfer_pb2.EdgeRef]:
         """Flows no longer wanted; their data is freed."""
 
+    @_builtins.property
+    def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___FlowFailure]:
+        """Flows that the caller cannot read on; their data is freed, and the owner ends the request with that error."""
+
     def __init__(
         self,
         *,
@@ -261,10 +266,11 @@ class SubscribeRequest(_message.Message):
         opens: _abc.Iterable[Global___FlowOpen] | None = ...,
         acks: _abc.Iterable[Global___FlowAck] | None = ...,
         cancels: _abc.Iterable[_transfer_pb2.EdgeRef] | None = ...,
+        failures: _abc.Iterable[Global___FlowFailure] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "owner", b"owner"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acks", b"acks", "cancels", b"cancels", "consumer", b"consumer", "opens", b"opens", "owner", b"owner"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acks", b"acks", "cancels", b"cancels", "consumer", b"consumer", "failures", b"failures", "opens", b"opens", "owner", b"owner"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -325,6 +331,36 @@ class FlowAck(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FlowAck: _TypeAlias = FlowAck  # noqa: Y015
+
+@_typing.final
+class FlowFailure(_message.Message):
+    """FlowFailure ends one flow from the consumer's side."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EDGE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def edge(self) -> _transfer_pb2.EdgeRef:
+        """Which flow."""
+
+    @_builtins.property
+    def error(self) -> _status_pb2.Status:
+        """Why it cannot be read: a chunk that is missing, late, or not what its handle says."""
+
+    def __init__(
+        self,
+        *,
+        edge: _transfer_pb2.EdgeRef | None = ...,
+        error: _status_pb2.Status | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["edge", b"edge", "error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["edge", b"edge", "error", b"error"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlowFailure: _TypeAlias = FlowFailure  # noqa: Y015
 
 @_typing.final
 class SubscribeResponse(_message.Message):
