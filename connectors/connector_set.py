@@ -114,9 +114,9 @@ class ConnectorSet:
         """What to register, best first."""
         return [connector.offer() for connector in self._connectors.values()]
 
-    def usage(self) -> Usage:
-        """Pool and handle counts of all connectors together."""
-        each = [connector.usage() for connector in self._connectors.values()]
+    def usage(self, kind: str | None = None) -> Usage:
+        """Pool and handle counts of one connector, or of all together."""
+        each = [connector.usage() for name, connector in self._connectors.items() if kind in (None, name)]
         return Usage(sum(u.pool_bytes for u in each), sum(u.free_bytes for u in each), sum(u.handles for u in each))
 
     def sweep(self) -> int:

@@ -61,6 +61,9 @@ class Transfer(pb_grpc.TransferServiceServicer):
         self._check(request.owner)
         return pb.ClaimResponse(consumers_left=self._store.claim(request.key, request.token, request.consumer))
 
+    async def Agree(self, request: pb.AgreeRequest, context: rpc.ServicerContext) -> pb.AgreeResponse:  # noqa: N802
+        raise errors.UnimplementedError("ranks are the worker's")
+
     async def Fetch(self, request: pb.FetchRequest, context: rpc.ServicerContext) -> AsyncIterator[pb.FetchResponse]:  # noqa: N802
         self._check(request.owner)
         async with self._store.open(request.key, request.token) as data:
