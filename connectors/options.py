@@ -55,6 +55,26 @@ class GrpcOptions:
     """Larger handles are refused before any byte is asked for."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class CudaIpcOptions:
+    """Options of the connector between GPUs of one host."""
+
+    pool_bytes: int = _option(0)
+    """Device memory that this worker publishes into; 0: as much as the worker was started with."""
+    device: int = _option(0)
+    """Number of the device among those that the worker sees."""
+    inline_bytes: int = _option(0, high=MAX_INLINE_BYTES)
+    """Payloads below this travel inside their handle, and arrive in host memory."""
+    put_wait_s: float = _option(_DEFAULT_PUT_WAIT_S)
+    """How long ``put`` waits for room."""
+    checksum: bool = False
+    """Put a CRC-32 into every handle, which readers check: both copy all data to the host for it."""
+    max_peers: int = _option(DEFAULT_MAX_PEERS, low=1)
+    """Pools of other workers that stay open while idle."""
+    to_host: bool = False
+    """Give consumers numpy copies in host memory instead of views of device memory."""
+
+
 def parse_options(cls: type[T], kind: str, extra: Mapping[str, JsonValue]) -> T:
     """``extra`` as a ``cls``, whose fields are ``bool``, ``int``, ``float`` or ``str``. Raises ``InvalidRequestError``
     for an unknown key, with the nearest one, for a wrong type and for a number out of range."""

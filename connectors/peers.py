@@ -39,7 +39,7 @@ class PeerPool:
         """Raises as ``PeerPools.open``."""
         self.pid = backend.pid
         self.size_bytes = backend.pool_bytes
-        self._process = _open_process(backend)
+        self._process = open_process(backend)
         try:
             self.inode, self._map = _map_pool(backend)
         except BaseException:
@@ -201,7 +201,7 @@ def _owner_gone(backend: transfer_pb2.ShmBackend, how: str) -> errors.Unavailabl
     )
 
 
-def _open_process(backend: transfer_pb2.ShmBackend) -> int:
+def open_process(backend: transfer_pb2.ShmBackend) -> int:
     """A pidfd of the owner: it stays with that process, whatever becomes of the number."""
     try:
         process = os.pidfd_open(backend.pid)

@@ -88,6 +88,13 @@ class PoolSlot:
         self._start = start
         self.view = pool.memory[start + HEADER.size : start + HEADER.size + size_bytes]
 
+    @property
+    def location(self) -> transfer_pb2.ShmBackend:
+        """Where the data is."""
+        if self._pool is None:
+            raise errors.InternalError("a freed slot cannot be published")
+        return self._pool.location(self._start)
+
     def locate(self, handle: transfer_pb2.TransferHandle) -> None:
         """Say in ``handle``, which is otherwise complete, where the data is, and make the slot valid for it."""
         if self._pool is None:
@@ -104,13 +111,14 @@ class PoolSlot:
 class MemfdPool:
     """A private, sealed, pre-faulted memfd with an allocator over it. Slots may be taken and freed in any thread."""
 
-    def __init__(self, size_bytes: int) -> None:
-        """Raises ``ResourceExhaustedError`` if this host has not that much memory left."""
+    def __init__(self, size_bytes: int, *, alignment: int = mmap.PAGESIZE) -> None:
+        """Slots start at multiples of ``alignment``, at least ``HEADER.size``. Raises ``ResourceExhaustedError`` if
+        this host has not that much memory left."""
         page = mmap.PAGESIZE
         size_bytes = -(-size_bytes // page) * page
         self._check_memory(size_bytes)
         started_s = time.monotonic()
-        self._allocator = BufferAllocator(size_bytes, page)
+        self._allocator = BufferAllocator(size_bytes, alignment)
         self.size_bytes = size_bytes
         self._fd = os.memfd_create(POOL_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -149,12 +157,18 @@ class MemfdPool:
                 HEADER.pack_into(self.memory, start, bytes(16), 0)
             self._allocator.free(start)
 
+    def location(self, start: int) -> transfer_pb2.ShmBackend:
+        """For ``PoolSlot.location``."""
+        found = transfer_pb2.ShmBackend()
+        found.CopyFrom(self._location)
+        found.offset_bytes = start + HEADER.size
+        return found
+
     def locate(self, handle: transfer_pb2.TransferHandle, start: int, size_bytes: int) -> None:
         """For ``PoolSlot.locate``."""
         with self._lock:
             self._check_open()
-            handle.shm.CopyFrom(self._location)
-            handle.shm.offset_bytes = start + HEADER.size
+            handle.shm.CopyFrom(self.location(start))
             HEADER.pack_into(self.memory, start, fingerprint(handle), size_bytes)
 
     @property

@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from connectors.base import ByteFetcher, Connector
+from connectors.cuda_ipc import CudaIpcConnector
 from connectors.grpc_fetch import GrpcConnector
 from connectors.handles import HandleStore
-from connectors.options import GrpcOptions, ShmOptions, parse_options
+from connectors.options import CudaIpcOptions, GrpcOptions, ShmOptions, parse_options
 from connectors.payload import JsonValue
 from connectors.shm import ShmConnector
 from omnicore import errors
@@ -49,7 +50,13 @@ def _grpc(context: ConnectorContext, extra: Mapping[str, JsonValue]) -> Connecto
     return GrpcConnector(context.store, context.fetcher, parse_options(GrpcOptions, "grpc", extra))
 
 
-_BUILT_IN: Mapping[str, ConnectorFactory] = {"shm": _shm, "grpc": _grpc}
+def _cuda_ipc(context: ConnectorContext, extra: Mapping[str, JsonValue]) -> Connector:
+    return CudaIpcConnector(
+        context.store, parse_options(CudaIpcOptions, "cuda_ipc", extra), pool_bytes=context.pool_bytes
+    )
+
+
+_BUILT_IN: Mapping[str, ConnectorFactory] = {"shm": _shm, "grpc": _grpc, "cuda_ipc": _cuda_ipc}
 
 
 def list_connectors() -> list[str]:
