@@ -59,6 +59,14 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS_PER_S
 
 
+def busy_seconds() -> float:
+    """CPU time of all processes of this machine so far (first line of /proc/stat, without idle and waiting)."""
+    user, nice, system, _, _, irq, softirq, steal, *_ = map(
+        int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    )
+    return (user + nice + system + irq + softirq + steal) / _CLOCK_TICKS_PER_S
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
     """The given percentile, by nearest rank."""
     ordered = sorted(values)
@@ -140,9 +148,11 @@ async def serve_lines(answer: Command) -> None:
 class Helper:
     """The other end of ``serve_lines``: a process that a benchmark asks for things. Use as ``async with``."""
 
-    def __init__(self, name: str, argv: Sequence[str]) -> None:
+    def __init__(self, name: str, argv: Sequence[str], **popen: Any) -> None:
+        """``popen``: further arguments of ``subprocess.Popen``."""
         self.name = name
         self._argv = argv
+        self._popen = popen
         self._started: asyncio.subprocess.Process | None = None
 
     @property
@@ -157,7 +167,11 @@ class Helper:
 
     async def __aenter__(self) -> Helper:
         self._started = await asyncio.create_subprocess_exec(
-            *self._argv, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=_LINE_BYTES
+            *self._argv,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=_LINE_BYTES,
+            **self._popen,
         )
         return self
 
@@ -197,10 +211,10 @@ def report(name: str, title: str, columns: Sequence[str], rows: Sequence[Sequenc
     Console(width=120).print(table)
 
 
-def store(name: str, figures: Mapping[str, float | int | str], quick: bool) -> Path:
+def store(name: str, figures: Mapping[str, float | int | str], quick: bool, folder: Path = RESULTS) -> Path:
     """Write ``bench/results/NAME.json``; quick runs go to ``NAME.quick.json`` and are not for quoting."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}{'.quick' if quick else ''}.json"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}{'.quick' if quick else ''}.json"
     rounded = {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in figures.items()}
     path.write_text(json.dumps({"machine": machine_line(), **rounded}, indent=2) + "\n")
     return path

@@ -1,0 +1,133 @@
+"""Our connectors as paths of ``bench.transfer``: two workers without engines, each with its TransferService.
+
+What is timed is what a stage does for a stage: ``ConnectorSet.put``, the handle as a message over a Unix socket that an
+event loop waits on, ``ConnectorSet.get``. The consumer's answer releases the handle, as an acknowledgement does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from bench.transfer_wire import Bytes, Consumer, Producer
+from connectors.agreement import RankAgreement
+from connectors.channels import PeerChannels
+from connectors.connector_set import ConnectorSet
+from connectors.payload import JsonValue, Payload
+from omni.v1 import transfer_pb2, transfer_service_pb2_grpc, types_pb2
+from omnicore import rpc
+from omnicore.clock import SYSTEM_CLOCK
+from stage_worker.flows import FlowTable
+from stage_worker.identity import Identity
+from stage_worker.transfer_service import TransferServicer
+
+POOL_SLACK_BYTES = 16 << 20
+"""Of a pool that holds one payload: slot headers, trailers, alignment."""
+_HOST = "127.0.0.1"
+_SERVICE = "omni.v1.TransferService"
+
+
+class Worker:
+    """One end: connectors, and a server for those that fetch."""
+
+    def __init__(self, stage_id: int, pool_bytes: int, options: Mapping[str, Mapping[str, JsonValue]]) -> None:
+        stage = types_pb2.StageRef(pipeline="bench", stage_id=stage_id)
+        self.identity = Identity(stage, "")
+        self.identity.adopt(types_pb2.ReplicaRef(stage=stage, epoch=1))
+        self._channels = PeerChannels(SYSTEM_CLOCK)
+        self._server: rpc.RunningServer | None = None
+        self.connectors = ConnectorSet(
+            lambda: self.identity.data_owner,
+            lambda: self.identity.endpoint,
+            self._channels.fetch,
+            pool_bytes=pool_bytes,
+            options=options,
+        )
+
+    async def serve(self) -> None:
+        """Be reachable."""
+        store = self.connectors.store
+        flows = FlowTable(store.release, SYSTEM_CLOCK)
+        servicer = TransferServicer(self.identity, store, flows, RankAgreement(SYSTEM_CLOCK))
+        self._server = await rpc.serve(
+            lambda server: transfer_service_pb2_grpc.add_TransferServiceServicer_to_server(servicer, server),
+            [_SERVICE],
+            host=_HOST,
+            port=0,
+        )
+        self.identity.endpoint = f"{_HOST}:{self._server.port}"
+
+    async def close(self) -> None:
+        """Free everything."""
+        await self.connectors.close()
+        await self._channels.close()
+        if self._server is not None:
+            await self._server.stop(0)
+
+
+class OurProducer(Producer):
+    """``put`` of one tensor."""
+
+    def __init__(self, kind: str, mode: str, largest: int, options: Mapping[str, JsonValue]) -> None:
+        self._kind, self._mode = kind, mode
+        self._largest = largest
+        self._options = options
+        self._worker: Worker | None = None
+        self._handle = transfer_pb2.TransferHandle()
+
+    @property
+    def worker(self) -> Worker:
+        """Once started."""
+        assert self._worker is not None
+        return self._worker
+
+    async def start(self) -> dict[str, Any]:
+        pool_bytes = self._largest + POOL_SLACK_BYTES if self._kind == "shm" else 0
+        self._worker = Worker(0, pool_bytes, {self._kind: self._options})
+        await self._worker.serve()
+        return {}
+
+    async def put(self, number: int, data: Bytes) -> bytes:
+        edge = transfer_pb2.EdgeRef(request_id=f"bench-{number}", from_stage=0, to_stage=1)
+        payload = Payload(tensors={"kv": data})
+        self._handle = await self.worker.connectors.put(self._kind, f"bench-{number}/0", edge, 0, payload)
+        return self._handle.SerializeToString()
+
+    async def done(self) -> None:
+        if not self.worker.connectors.store.release(self._handle.key, self._handle.token):
+            raise RuntimeError("the handle was gone before it was released")
+
+
+class OurConsumer(Consumer):
+    """``get`` as views."""
+
+    def __init__(self, kind: str, mode: str, largest: int, options: Mapping[str, JsonValue]) -> None:
+        self._kind, self._mode = kind, mode
+        self._worker = Worker(1, 0, {kind: options})
+        self._target = np.empty(0, np.uint8)
+
+    async def prepare(self, size: int) -> None:
+        if self._mode == "into":
+            self._target = np.full(size, 1, np.uint8)
+
+    @contextlib.asynccontextmanager
+    async def get(self, message: bytes, size: int) -> AsyncIterator[Bytes]:
+        handle = transfer_pb2.TransferHandle.FromString(message)
+        async with self._worker.connectors.get(handle) as payload:
+            yield payload.tensors["kv"]
+
+    async def relax(self) -> None:
+        self._target = np.empty(0, np.uint8)
+
+
+def make(kind: str, mode: str, role: str, largest: int) -> Producer | Consumer:
+    """One end of a connector of ours."""
+    options: dict[str, JsonValue] = {}
+    if kind != "shm":
+        options["pool_bytes"] = largest + POOL_SLACK_BYTES
+    if role == "produce":
+        return OurProducer(kind, mode, largest, options)
+    return OurConsumer(kind, mode, largest, options)
