@@ -5,13 +5,17 @@ means that nothing of the attempt is left anywhere: calls aborted, places releas
 
 Flowing edges (``async_chunk``): all stages are dispatched at once, so that chunks go from worker to worker. Other
 edges: a stage is dispatched with its producers' handles when they have finished.
+
+Edges with ``max_inflight``: before a stage is dispatched, the request takes its turn at each limited edge into it, in
+order of the edges' ends, and keeps them until that stage has ended. All that a dispatch needs is taken before anything
+of it runs, and what runs waits for no turn: so requests never wait for each other in a circle.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from gateway.graph import RoutePlan, StageStep
 from gateway.replica_session import ReplicaSession
@@ -21,6 +25,10 @@ from gateway.router import Router
 from gateway.stage_pool import Assignment
 from omni.v1 import output_pb2, pipeline_pb2, sampling_pb2, stage_service_pb2, types_pb2
 from omnicore import errors
+from omnicore.turns import Turn, Turns
+
+EdgeKey = tuple[str, int, int]
+"""Pipeline, producer stage, consumer stage."""
 
 
 class StageRun:
@@ -28,10 +36,17 @@ class StageRun:
 
     __slots__ = (
         "assignment", "attempt", "call_id", "emits", "ended", "finished", "keeps_outputs", "outputs", "ref", "session",
-        "state", "step",
+        "state", "step", "turns",
     )  # fmt: skip
 
-    def __init__(self, attempt: Attempt, step: StageStep, assignment: Assignment, session: ReplicaSession) -> None:
+    def __init__(
+        self,
+        attempt: Attempt,
+        step: StageStep,
+        assignment: Assignment,
+        session: ReplicaSession,
+        turns: Sequence[Turn[EdgeKey]],
+    ) -> None:
         self.attempt = attempt
         self.state = attempt.state
         self.step = step
@@ -41,6 +56,8 @@ class StageRun:
         """The claim it runs at."""
         self.assignment = assignment
         self.session = session
+        self.turns = turns
+        """At the limited edges into it."""
         self.call_id = 0
         self.ended = False
         self.finished = False
@@ -59,7 +76,7 @@ class StageRun:
                 self.outputs.setdefault(output.to_stage, []).append(output)
         if event.HasField("finish"):
             self.ended = self.finished = True
-            self.assignment.release()
+            self.release()
             self.attempt.stage_finished(self, event.finish)
         elif event.HasField("error"):
             self.on_error(errors.from_status(event.error))
@@ -68,20 +85,35 @@ class StageRun:
     def on_error(self, error: errors.OmniError) -> None:
         """This stage failed, and with it the attempt."""
         self.ended = True
-        self.assignment.release()
+        self.release()
         self.attempt.stage_failed(self, error)
+
+    def release(self) -> None:
+        """Give back its place at the replica and its turns at edges. Idempotent."""
+        self.assignment.release()
+        for turn in self.turns:
+            turn.leave()
 
 
 class Attempt:
     """See the module. ``number`` fences the data of one attempt from the next."""
 
-    def __init__(self, state: RequestState, router: Router, number: int, exclude: Collection[Claim]) -> None:
+    def __init__(
+        self,
+        state: RequestState,
+        router: Router,
+        number: int,
+        exclude: Collection[Claim],
+        edges: Turns[EdgeKey],
+    ) -> None:
         self.state = state
         self.number = number
         self.runs: dict[int, StageRun] = {}
         self.failed_at: StageRun | None = None
         self._router = router
         self._exclude = exclude
+        self._edges = edges
+        self._queued: dict[int, list[Turn[EdgeKey]]] = {}  # consumer stage → its turns, until it runs
         self._plan: RoutePlan = state.plan
         self._left = len(self._plan.steps)
         self._ready: list[StageStep] = []
@@ -120,7 +152,8 @@ class Attempt:
                 run.session.abort(run.call_id)
             elif run.finished and self._left and self._plan.async_chunk and run.step.outputs:
                 run.session.discard(run.call_id)  # its consumers end here too, and will not read the rest
-            run.assignment.release()
+            run.release()
+        self._leave_queues()
 
     @property
     def leftovers(self) -> list[StageRun]:
@@ -172,6 +205,8 @@ class Attempt:
         """Pick for all steps, then call all: flowing stages must know each other's replicas."""
         spec, picked = self.state.spec, list[Assignment]()
         try:
+            if not await self._take_turns(steps):
+                return  # meanwhile another stage has failed: run() raises that
             for step in steps:
                 key = (spec.graph.name, step.stage_id)
                 picked.append(
@@ -189,19 +224,44 @@ class Attempt:
                     raise errors.UnavailableError(
                         f"replica {assignment.slot.key} has no session", reason="REPLICA_LOST"
                     )
-                self.runs[step.stage_id] = StageRun(self, step, assignment, session)
+                turns = self._queued.pop(step.stage_id, ())
+                self.runs[step.stage_id] = StageRun(self, step, assignment, session, turns)
         except BaseException:
             for assignment in picked:
                 assignment.release()
+            self._leave_queues()
             raise
-        if self._error is not None:
-            return  # run() raises it; stop() releases what has just been picked
+        if self._stopped:
+            # As above; stop() did not know of these yet.
+            for step in steps:
+                self.runs[step.stage_id].release()
+            return
         for step in steps:
             run = self.runs[step.stage_id]
             self.failed_at = run  # to blame if submit raises
             run.call_id = run.session.submit(self._call(run), run)
             self.failed_at = None
             self.state.note("dispatched", run.ref, run.assignment.reason)
+
+    async def _take_turns(self, steps: Sequence[StageStep]) -> bool:
+        """Return True when it is this request's turn at every limited edge into ``steps``; False when it was
+        stopped."""
+        name = self.state.spec.graph.name
+        limited = [edge for step in steps for edge in step.inputs if edge.max_inflight]
+        for edge in sorted(limited, key=lambda edge: (edge.from_stage, edge.to_stage)):
+            turn = self._edges.queue((name, edge.from_stage, edge.to_stage), edge.max_inflight)
+            self._queued.setdefault(edge.to_stage, []).append(turn)
+            if not turn.mine:
+                self.state.note("waits_for_edge", detail=f"{edge.from_stage}→{edge.to_stage}")
+                if not await turn.come():
+                    return False
+        return True
+
+    def _leave_queues(self) -> None:
+        for turns in self._queued.values():
+            for turn in turns:
+                turn.leave()
+        self._queued.clear()
 
     def _call(self, run: StageRun) -> stage_service_pb2.StageCall:
         step, spec, flow = run.step, self.state.spec, self._plan.async_chunk

@@ -104,7 +104,20 @@ class _Tables(Collector):
             (name, str(stage)): n for (name, stage), n in self._router.sessions_broken.items()
         }
         yield _counter(metrics.GATEWAY_SESSIONS_BROKEN, broken)
+        yield from self._edges()
         yield from self._pools()
+
+    def _edges(self) -> Iterable[Metric]:
+        inflight, waiting = (
+            GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
+            for metric in (metrics.GATEWAY_EDGE_INFLIGHT, metrics.GATEWAY_EDGE_WAITING)
+        )
+        for (pipeline, from_stage, to_stage), (holding, queued) in self._orchestrator.edges.counts().items():
+            labels = [pipeline, str(from_stage), str(to_stage)]
+            inflight.add_metric(labels, holding)
+            waiting.add_metric(labels, queued)
+        yield inflight
+        yield waiting
 
     def _pools(self) -> Iterable[Metric]:
         calls: dict[tuple[str, ...], int] = {}

@@ -13,13 +13,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 
 from gateway.admission import Admission
-from gateway.attempt import Attempt
+from gateway.attempt import Attempt, EdgeKey
 from gateway.replica_table import Claim
 from gateway.request import RequestRecord, RequestSpec, RequestState
 from gateway.router import Router
 from omnicore import errors
 from omnicore.backoff import Backoff
 from omnicore.log import get_logger
+from omnicore.turns import Turns
 
 _log = get_logger(__name__)
 
@@ -59,6 +60,8 @@ class Orchestrator:
         self.running: dict[str, RequestState] = {}
         self.retries: dict[str, int] = {}
         """Pipeline → attempts begun again."""
+        self.edges: Turns[EdgeKey] = Turns()
+        """Turns at edges with ``max_inflight``."""
         self.admission = admission
         self._router = router
         self._retry_limit = retry_limit
@@ -157,7 +160,7 @@ class Orchestrator:
         backoff = Backoff(initial_s=0.03, max_s=0.5, rng=self._rng)
         number = 0
         while True:
-            attempt = owner.attempt = Attempt(state, self._router, number, tried)
+            attempt = owner.attempt = Attempt(state, self._router, number, tried, self.edges)
             try:
                 return await attempt.run()
             except errors.UnavailableError as error:

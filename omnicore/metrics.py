@@ -80,6 +80,18 @@ GATEWAY_SESSIONS_BROKEN = Metric(
     "omni_gateway_sessions_broken_total", "counter", "Sessions to replicas that broke.", ("pipeline", "stage")
 )
 GATEWAY_BINDINGS = Metric("omni_gateway_bindings", "gauge", "Requests bound to replicas, over all stages.")
+GATEWAY_EDGE_INFLIGHT = Metric(
+    "omni_gateway_edge_inflight_requests",
+    "gauge",
+    "Requests of this gateway that use an edge with max_inflight.",
+    ("pipeline", "from_stage", "to_stage"),
+)
+GATEWAY_EDGE_WAITING = Metric(
+    "omni_gateway_edge_waiting_requests",
+    "gauge",
+    "Requests of this gateway that wait for their turn at such an edge.",
+    ("pipeline", "from_stage", "to_stage"),
+)
 GATEWAY_CONTROL_PLANE_UP = Metric(
     "omni_gateway_control_plane_connected", "gauge", "1 while both watches have a control plane."
 )

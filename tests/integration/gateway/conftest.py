@@ -70,6 +70,8 @@ class Stand:
             found.append(f"requests: {list(gateway.orchestrator.running)}")
         if gateway.router.bindings or gateway.router.open_calls:
             found.append(f"bindings {gateway.router.bindings}, calls {gateway.router.open_calls}")
+        if turns := gateway.orchestrator.edges.counts():
+            found.append(f"turns at edges: {turns}")
         for pool in gateway.router.pools.values():
             found += [f"{slot.key}: in flight {slot.inflight}" for slot in pool.slots.values() if slot.inflight]
         found += [f"worker {w.ref.replica_id}: {list(w.running)}" for w in self.cluster.workers if w.running]
