@@ -93,7 +93,7 @@ class ConnectorSet:
         if backend == "inline":
             yield read_inline(handle)
             return
-        kind = _READER_OF.get(backend or "", "")
+        kind = _reader_of(handle)
         if kind not in self._connectors:
             raise errors.UnimplementedError(
                 f"handle {handle.key!r} has backend {backend}, this worker reads: inline, {', '.join(_READER_OF)}",
@@ -136,3 +136,14 @@ class ConnectorSet:
         if handle.owner_endpoint not in self._fetching_from:
             self._fetching_from.add(handle.owner_endpoint)
             _log.info("reading a peer over gRPC", peer=handle.owner_endpoint, reason=error.reason, detail=error.message)
+
+
+def _reader_of(handle: transfer_pb2.TransferHandle) -> str:
+    """The connector that reads ``handle``; "" if there is none."""
+    match handle.WhichOneof("backend"):
+        case "engine":
+            return handle.engine.connector
+        case "store":
+            return handle.store.connector
+        case backend:
+            return _READER_OF.get(backend or "", "")

@@ -56,6 +56,67 @@ class GrpcOptions:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """Options of every connector over an object store."""
+
+    pool_bytes: int = _option(512 * 1024 * 1024, low=1)
+    """Most bytes that this worker has in the store and not yet removed."""
+    inline_bytes: int = _option(MAX_INLINE_BYTES, high=MAX_INLINE_BYTES)
+    """Payloads below this travel inside their handle."""
+    put_wait_s: float = _option(_DEFAULT_PUT_WAIT_S)
+    """How long ``put`` waits for room, here or in the store."""
+    timeout_s: float = _option(10.0, low=0.1)
+    """How long one write or read may take."""
+    threads: int = _option(4, low=1, high=64)
+    """Calls to the store at once."""
+    checksum: bool = False
+    """Put a CRC-32 into every handle, which readers check."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MooncakeStoreOptions(StoreOptions):
+    """Options of the Mooncake Store. The names up to ``segment`` are those of the reference connector, and so are their
+    defaults; sizes are in bytes."""
+
+    host: str = "127.0.0.1"
+    """This worker's address, at which others read what lies in its segment."""
+    master: str = "127.0.0.1:50051"
+    """ "host:port" of ``mooncake_master``."""
+    metadata_server: str = "http://127.0.0.1:8080/metadata"
+    """Where clients find each other: a URL, or "P2PHANDSHAKE" to do without."""
+    proto: str = "tcp"
+    """Transport: "tcp" or "rdma"."""
+    rdma: str = ""
+    """RDMA devices, separated by commas."""
+    localbuf: int = _option(64 * 1024 * 1024)
+    """Staging memory that is kept for reuse."""
+    segment: int = _option(512 * 1024 * 1024)
+    """Memory that this worker lends to the store; 0: none."""
+    replica_num: int = _option(1, low=1)
+    """Copies of every object; each lies in another worker's segment. Fewer than asked for is an error."""
+    hard_pin: bool = True
+    """Objects are never evicted. Without it the store may drop what was put, which fits caches only."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class YuanrongOptions(StoreOptions):
+    """Options of openYuanrong's key-value store."""
+
+    host: str = "127.0.0.1"
+    """Host of the datasystem worker, which must be this one."""
+    port: int = _option(31501, low=1, high=65535)
+    """Port of the datasystem worker."""
+    cluster: str = ""
+    """Name of the cluster of that worker, the same on all hosts; empty: "host:port", for a cluster of one."""
+    get_sub_timeout_ms: int = _option(1000, high=2**31 - 1)
+    """How long a read waits for an object that is not there yet, in milliseconds."""
+    connect_timeout_ms: int = _option(3000, low=1, high=2**31 - 1)
+    """How long connecting to the worker may take, in milliseconds."""
+    object_ttl_s: int = _option(3900, high=2**32 - 1)
+    """Age at which the store drops an object whose owner has died, more than a handle can live; 0: never."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class CudaIpcOptions:
     """Options of the connector between GPUs of one host."""
 
@@ -73,6 +134,36 @@ class CudaIpcOptions:
     """Pools of other workers that stay open while idle."""
     to_host: bool = False
     """Give consumers numpy copies in host memory instead of views of device memory."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OneSidedOptions:
+    """Options of every connector over a transfer engine."""
+
+    pool_bytes: int = _option(0)
+    """Size of the registered pool that this worker publishes into; 0: what the worker was started with."""
+    receive_pool_bytes: int = _option(256 * 1024 * 1024)
+    """Size of the registered pool where reads arrive; 0: a worker that reads nothing."""
+    inline_bytes: int = _option(MAX_INLINE_BYTES, high=MAX_INLINE_BYTES)
+    """Payloads below this travel inside their handle."""
+    put_wait_s: float = _option(_DEFAULT_PUT_WAIT_S)
+    """How long ``put`` waits for room."""
+    get_timeout_s: float = _option(30.0, low=0.001)
+    """How long ``get`` waits for room to receive, and then for the bytes."""
+    checksum: bool = False
+    """Put a CRC-32 into every handle, which readers check."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MooncakeOptions(OneSidedOptions):
+    """Options of the Mooncake transfer engine."""
+
+    protocol: str = "tcp"
+    """tcp, rdma or nvlink; one for all engines of a process."""
+    host: str = "auto"
+    """Where peers reach this worker's engine; auto: the address that leads out of this host."""
+    device_name: str = ""
+    """RDMA devices, separated by commas; empty: all."""
 
 
 def parse_options(cls: type[T], kind: str, extra: Mapping[str, JsonValue]) -> T:

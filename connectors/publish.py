@@ -54,7 +54,7 @@ class Publisher:
         try:
             encoded.describe(reservation.handle)
             if encoded.in_handle or encoded.size_bytes < self._inline_bytes:
-                return self._publish_inline(reservation, encoded)
+                return publish_inline(reservation, encoded, checksum=self._checksum)
             return await self._publish_slot(reservation, encoded)
         except BaseException:
             reservation.cancel()
@@ -68,15 +68,6 @@ class Publisher:
         """Fail waiting puts and let the memory go; the store frees the handles."""
         self._queue.close()
         self._space.close()
-
-    def _publish_inline(self, reservation: Reservation, encoded: codec.Encoded) -> transfer_pb2.TransferHandle:
-        handle = reservation.handle
-        data = b"" if encoded.in_handle else encoded.to_bytes()
-        handle.inline.SetInParent()
-        handle.inline.data = data
-        if self._checksum:
-            handle.crc32 = zlib.crc32(handle.text.encode() if handle.HasField("text") else data)
-        return reservation.publish(memoryview(data), _nothing)
 
     async def _publish_slot(self, reservation: Reservation, encoded: codec.Encoded) -> transfer_pb2.TransferHandle:
         slot = await self._queue.allocate(encoded.size_bytes)
@@ -103,6 +94,17 @@ class Publisher:
     def _write(self, encoded: codec.Encoded, slot: Slot) -> int:
         encoded.write_into(slot.view)
         return zlib.crc32(slot.view) if self._checksum else 0
+
+
+def publish_inline(reservation: Reservation, encoded: codec.Encoded, *, checksum: bool) -> transfer_pb2.TransferHandle:
+    """Publish a payload whose bytes, if there are any beside the headers, travel in its handle."""
+    handle = reservation.handle
+    data = b"" if encoded.in_handle else encoded.to_bytes()
+    handle.inline.SetInParent()
+    handle.inline.data = data
+    if checksum:
+        handle.crc32 = zlib.crc32(handle.text.encode() if handle.HasField("text") else data)
+    return reservation.publish(memoryview(data), _nothing)
 
 
 def read_inline(handle: transfer_pb2.TransferHandle) -> Payload:

@@ -19,6 +19,7 @@ from connectors.handles import HandleStore
 from connectors.options import CudaIpcOptions, GrpcOptions, ShmOptions, parse_options
 from connectors.payload import JsonValue
 from connectors.shm import ShmConnector
+from connectors.stores import factories as stores
 from omnicore import errors
 
 ENTRY_POINT_GROUP = "omniplane.connectors"
@@ -56,7 +57,21 @@ def _cuda_ipc(context: ConnectorContext, extra: Mapping[str, JsonValue]) -> Conn
     )
 
 
-_BUILT_IN: Mapping[str, ConnectorFactory] = {"shm": _shm, "grpc": _grpc, "cuda_ipc": _cuda_ipc}
+def _mooncake_store(context: ConnectorContext, extra: Mapping[str, JsonValue]) -> Connector:
+    return stores.mooncake_store(context.store, extra)
+
+
+def _yuanrong(context: ConnectorContext, extra: Mapping[str, JsonValue]) -> Connector:
+    return stores.yuanrong(context.store, extra)
+
+
+_BUILT_IN: Mapping[str, ConnectorFactory] = {
+    "shm": _shm,
+    "grpc": _grpc,
+    "cuda_ipc": _cuda_ipc,
+    "mooncake_store": _mooncake_store,
+    "yuanrong": _yuanrong,
+}
 
 
 def list_connectors() -> list[str]:
@@ -107,8 +122,10 @@ def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
 
 
 def _library_missing(kind: str, error: ImportError) -> errors.FailedPreconditionError:
+    extra = kind.replace("_", "-")
+    hint = f"; pip install 'omniplane[{extra}]' brings it" if kind in _BUILT_IN else ""
     return errors.FailedPreconditionError(
-        f"connector {kind!r} needs a library that cannot be imported: {error}",
+        f"connector {kind!r} needs a library that cannot be imported: {error}{hint}",
         reason="LIBRARY_MISSING",
         metadata={"connector": kind, "library": error.name or ""},
     )

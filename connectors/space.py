@@ -73,6 +73,11 @@ class HeapSpace:
 
     def allocate(self, size_bytes: int) -> Slot:
         """Take room now. Raises ``ResourceExhaustedError`` if there is not enough."""
+        self.take(size_bytes)
+        return _HeapSlot(self, size_bytes)
+
+    def take(self, size_bytes: int) -> None:
+        """Count room as taken. Raises as ``allocate``."""
         with self._lock:
             if size_bytes > self.free_bytes:
                 raise errors.ResourceExhaustedError(
@@ -81,7 +86,6 @@ class HeapSpace:
                     metadata={"needed_bytes": size_bytes, "free_bytes": self.free_bytes},
                 )
             self.free_bytes -= size_bytes
-        return _HeapSlot(self, size_bytes)
 
     def give_back(self, size_bytes: int) -> None:
         """For slots."""
@@ -110,13 +114,15 @@ class _HeapSlot:
 class SpaceQueue:
     """Waits for room, first come, first served: large payloads are not overtaken for ever by small ones.
 
-    ``allocate`` belongs to one event loop; slots may be freed in any thread.
+    ``allocate`` belongs to one event loop; slots may be freed in any thread. ``option``: what decides on the size of the
+    space, for errors.
     """
 
-    def __init__(self, space: Space, wait_s: float, kind: str) -> None:
+    def __init__(self, space: Space, wait_s: float, kind: str, *, option: str = "pool_bytes") -> None:
         self._space = space
         self._wait_s = wait_s
         self._kind = kind
+        self._option = option
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -127,14 +133,14 @@ class SpaceQueue:
         at once for what can never fit, and ``UnavailableError`` if closed meanwhile."""
         if size_bytes > self._space.max_payload_bytes:
             raise errors.ResourceExhaustedError(
-                f"{size_bytes} bytes never fit into this worker's pool of {self._space.size_bytes}: raise pool_bytes",
+                f"{size_bytes} bytes never fit into this worker's pool of {self._space.size_bytes}: raise {self._option}",
                 reason="LARGER_THAN_POOL",
                 metadata={"needed_bytes": size_bytes, "pool_bytes": self._space.size_bytes},
             )
         if not self._turn.locked() and (slot := self._try(size_bytes)) is not None:
             return slot
         self._loop = asyncio.get_running_loop()
-        _log.debug("put waits for room", connector=self._kind, size_bytes=size_bytes, free_bytes=self._space.free_bytes)
+        _log.debug("payload waits for room", connector=self._kind, pool=self._option, size_bytes=size_bytes, free_bytes=self._space.free_bytes)
         try:
             async with asyncio.timeout(self._wait_s), self._turn:
                 while True:
@@ -145,10 +151,10 @@ class SpaceQueue:
                     await self._freed.wait()
         except TimeoutError:
             free = self._space.free_bytes
-            _log.warning("no room for a payload", connector=self._kind, size_bytes=size_bytes, free_bytes=free)
+            _log.warning("no room for a payload", connector=self._kind, pool=self._option, size_bytes=size_bytes, free_bytes=free)
             raise errors.ResourceExhaustedError(
-                f"no room for {size_bytes} bytes in {self._wait_s:g} s, {free} of {self._space.size_bytes} are free: "
-                f"consumers do not release what they were given",
+                f"no room for {size_bytes} bytes in {self._wait_s:g} s, {free} of {self._space.size_bytes} are free "
+                f"({self._option}): consumers do not release what they were given",
                 reason="POOL_FULL",
                 metadata={"needed_bytes": size_bytes, "free_bytes": free, "waited_s": self._wait_s},
                 retry_after_s=self._wait_s,
