@@ -16,6 +16,7 @@ from bench.transfer_wire import Bytes, Consumer, Producer
 from connectors.agreement import RankAgreement
 from connectors.channels import PeerChannels
 from connectors.connector_set import ConnectorSet
+from connectors.handles import DEFAULT_TTL_S
 from connectors.payload import JsonValue, Payload
 from omni.v1 import transfer_pb2, transfer_service_pb2_grpc, types_pb2
 from omnicore import rpc
@@ -33,10 +34,18 @@ _SERVICE = "omni.v1.TransferService"
 class Worker:
     """One end: connectors, and a server for those that fetch."""
 
-    def __init__(self, stage_id: int, pool_bytes: int, options: Mapping[str, Mapping[str, JsonValue]]) -> None:
+    def __init__(
+        self,
+        stage_id: int,
+        pool_bytes: int,
+        options: Mapping[str, Mapping[str, JsonValue]],
+        *,
+        epoch: int = 1,
+        ttl_s: float = DEFAULT_TTL_S,
+    ) -> None:
         stage = types_pb2.StageRef(pipeline="bench", stage_id=stage_id)
         self.identity = Identity(stage, "")
-        self.identity.adopt(types_pb2.ReplicaRef(stage=stage, epoch=1))
+        self.identity.adopt(types_pb2.ReplicaRef(stage=stage, epoch=epoch))
         self._channels = PeerChannels(SYSTEM_CLOCK)
         self._server: rpc.RunningServer | None = None
         self.connectors = ConnectorSet(
@@ -44,6 +53,7 @@ class Worker:
             lambda: self.identity.endpoint,
             self._channels.fetch,
             pool_bytes=pool_bytes,
+            ttl_s=ttl_s,
             options=options,
         )
 
