@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 import grpc.aio
 import numpy as np
 
-from connectors import codec, publish
+from connectors import codec, publish, times
 from connectors.base import ByteFetcher
 from connectors.handles import HandleStore
 from connectors.options import GrpcOptions
@@ -57,8 +57,10 @@ class GrpcConnector:
             yield publish.read_inline(handle)
             return
         codec.check_headers(handle)  # before a byte is asked for
+        times.read_by(self.kind, zero_copy=False)
         data = await self._fetch(handle)
-        await publish.verify(handle, data)
+        with times.phase("sync"):
+            await publish.verify(handle, data)
         yield codec.decode(handle, data)
 
     def release(self, key: str, token: bytes) -> bool:
@@ -98,7 +100,8 @@ class GrpcConnector:
                 metadata={"key": handle.key, "size_bytes": size},
             )
         try:
-            target = np.empty(size, np.uint8).data
+            with times.phase("alloc"):
+                target = np.empty(size, np.uint8).data
         except MemoryError:
             raise errors.ResourceExhaustedError(
                 f"no memory for the {size} bytes of {handle.key!r}", reason="HOST_MEMORY", metadata={"size_bytes": size}
@@ -106,11 +109,12 @@ class GrpcConnector:
         end = 0
         stream = self._fetcher(handle)
         try:
-            async for piece in stream:
-                start, end = end, end + len(piece)
-                if end > size:
-                    break
-                target[start:end] = piece
+            with times.phase("read"):
+                async for piece in stream:
+                    start, end = end, end + len(piece)
+                    if end > size:
+                        break
+                    target[start:end] = piece
         except grpc.aio.AioRpcError as error:
             raise errors.from_rpc_error(error) from error
         finally:

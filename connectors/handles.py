@@ -29,6 +29,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
+from typing import Protocol
 
 from connectors.places import ConsumerPlaces
 from omni.v1 import transfer_pb2, types_pb2
@@ -67,6 +68,13 @@ class StoreStats:
 
 Elsewhere = Callable[[], AbstractAsyncContextManager[memoryview]]
 """How to get at data that does not lie in this process's memory: it is valid inside the context."""
+
+
+class FreedHandle(Protocol):
+    """Hears of handles that are gone."""
+
+    def __call__(self, handle: transfer_pb2.TransferHandle, kind: str, held_s: float) -> None:
+        """``handle``, of a connector ``kind``, was published ``held_s`` seconds ago. Must not raise."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -138,6 +146,8 @@ class HandleStore:
         self._draining = 0
         self._swept_epoch = 0
         self._closed = False
+        self.on_freed: FreedHandle | None = None
+        """Told of every handle that was published and is gone, in the thread that freed it."""
 
     @property
     def endpoint(self) -> str:
@@ -293,7 +303,7 @@ class HandleStore:
                 free = entry.gone and entry.readers == 0
                 self._draining -= free
             if free:
-                entry.on_free()
+                self._free([entry])
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
@@ -418,10 +428,13 @@ class HandleStore:
         if not keys:
             del self._by_request[handle.edge.request_id]
 
-    @staticmethod
-    def _free(entries: list[_Entry]) -> None:
+    def _free(self, entries: list[_Entry]) -> None:
+        hear = self.on_freed
         for entry in entries:
             entry.on_free()
+            if hear is not None:
+                held_s = self._clock.monotonic() - (entry.deadline_s - self._ttl_s)
+                hear(entry.handle, entry.kind, held_s)
 
 
 def _check_put(key: str, edge: transfer_pb2.EdgeRef, sequence: int, consumers: int) -> None:

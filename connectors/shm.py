@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
-from connectors import codec, publish
+from connectors import codec, publish, times
 from connectors.handles import HandleStore
 from connectors.options import ShmOptions
 from connectors.payload import Payload
@@ -70,9 +70,13 @@ class ShmConnector:
                 reason="OTHER_BACKEND",
                 metadata={"key": handle.key, "backend": backend},
             )
-        with self._peers.open(handle) as reading:
-            payload = codec.decode(handle, reading.data)
-            await publish.verify(handle, reading.data)
+        with contextlib.ExitStack() as stack:
+            with times.phase("read"):
+                reading = stack.enter_context(self._peers.open(handle))
+                payload = codec.decode(handle, reading.data)
+            with times.phase("sync"):
+                await publish.verify(handle, reading.data)
+            times.read_by(self.kind, zero_copy=True)
             yield payload
             reading.check_intact()
 

@@ -314,3 +314,15 @@ def test_unnamed_places_are_counted() -> None:
     places.release("")
     places.release("")
     assert (places.left, places.done) == (0, True)
+
+
+def test_who_asks_hears_of_every_handle_that_is_gone_and_how_long_it_was_held(owner: Owner) -> None:
+    heard: list[tuple[str, str, float]] = []
+    owner.store.on_freed = lambda handle, kind, held_s: heard.append((handle.key, kind, held_s))
+    released = owner.put("released")
+    owner.clock.advance(3)
+    owner.put("cleaned", "other")
+    owner.store.release("released", released.token)
+    owner.clock.advance(1)
+    owner.store.cleanup("other")
+    assert heard == [("released", "test", 3.0), ("cleaned", "test", 1.0)]
