@@ -35,6 +35,22 @@ os.execv(sys.argv[3], sys.argv[3:])
 """
 
 
+def skip_native_finalizers() -> None:
+    """From now on this process ends with the exit code it means to, whatever finalizers of native libraries would do.
+
+    Some libraries crash when the C runtime takes them down, after Python has ended in good order (UCX in NIXL's wheel:
+    SIGSEGV in the finalizer of its libnl). Whoever loads one calls this right after it was loaded, and again after it
+    has loaded plug-ins: such libraries register their finalizers then, and what is registered last runs first. Python's
+    own end (``atexit``, threads, buffers) is untouched, and C streams are written out; then the process is gone.
+    """
+    # on_exit(3) of glibc, for which all such wheels are built; it hands its functions the exit code first. What cannot
+    # be found is not needed: musl runs no finalizers of libraries at exit.
+    on_exit = getattr(_libc, "on_exit", None)
+    if on_exit is not None:
+        on_exit(_libc._exit, None)
+        on_exit(_libc.fcloseall, None)  # ignores what it is handed
+
+
 def die_with_parent(sig: signal.Signals = signal.SIGTERM) -> None:
     """Ask the kernel to send ``sig`` to this process when its parent ends. For children that are not ours, see
     ``dying_with_parent``."""

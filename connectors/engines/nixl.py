@@ -1,0 +1,462 @@
+"""NIXL (1.5, UCX) as a transfer engine.
+
+Each engine has two agents. One serves: it holds the registered memory that peers read, and lives as long as the engine.
+The other one reads, and is what ``fence`` destroys: nothing less stops UCX. Measured: when a peer stands still in the
+middle of a read over TCP, releasing the transfer and removing the peer both succeed, and yet, when the peer goes on,
+all the bytes still arrive; once the agent is gone, none do. Reads that go well when a fence begins end in peace on the
+old agent, new ones start on a new one. First, ``fence`` waits: a peer that goes on soon, or is taken for dead and
+restarted, ends the read by itself; and over TCP (only there) an owner whose reader went away while it stood still is
+aborted by UCX when it goes on ("Fatal: unexpected error: Endpoint timeout").
+
+Both agents have NIXL's progress thread, which UCX needs to answer peers: without one, a first read waits until its
+owner happens to call the library. By default that thread spins at 0.9 cores; with ``pthrDelay`` it sleeps until there
+is something to do (no CPU when idle, first read after 15 ms). Only the bindings can set it, so they are used directly.
+
+What UCX uses is for UCX to find out: ``cma`` between processes of one host that may trace each other, RDMA, or TCP,
+which listens on all interfaces. ``UCX_TLS`` and ``UCX_NET_DEVICES`` narrow it, in the environment of the process.
+
+Metadata does not expire: a peer that has deregistered memory can still be read, and read wrong. The connector's
+trailers find that out. Between 1.5's wheels and the exit of a process see ``skip_native_finalizers``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import logging
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from connectors.engines.base import LocalRegion, Piece, RemoteRegion, TransferFailedError
+from connectors.engines.closing import Closing
+from connectors.engines.descriptor import Descriptor, unseal
+from omnicore import errors, process
+from omnicore.log import get_logger
+
+_log = get_logger(__name__)
+
+_LIBRARY: Final = "nixl"
+_STEP_BYTES: Final = 32 * 1024 * 1024
+"""Bytes asked for at once: an agent does one thing at a time and cannot be interrupted, and this takes it 3 ms with CMA
+(20 ms at 1.6 GB/s), so others get their turn and deadlines are kept."""
+_STEP_PIECES: Final = 1024
+_PROGRESS_DELAY_US: Final = 100_000  # how long the progress thread sleeps when nothing wakes it
+_SPINS: Final = 20  # checks without a pause: what is done within some 50 µs is noticed at once
+_MAX_PAUSE_S: Final = 0.001
+FENCE_PATIENCE_S: Final = 10.0
+"""How long ``fence`` lets reads that have timed out come to an end: a worker that stands still longer is replaced."""
+_load_lock = threading.Lock()
+
+
+class NixlEngine:
+    """One worker's NIXL. ``ImportError`` if the library is not there."""
+
+    backend = "ucx"
+    ordered = False  # UCX may spread one read over several lanes
+
+    def __init__(self, *, fence_patience_s: float = FENCE_PATIENCE_S) -> None:
+        """Raises ``FailedPreconditionError`` if UCX finds nothing to work with."""
+        self._fence_patience_s = fence_patience_s
+        self._library = load_bindings()
+        self._version = importlib.metadata.version(_LIBRARY)
+        self.session = f"nixl-{os.getpid()}-{secrets.token_hex(8)}"  # unique for ever: peers keep what they know of it
+        self.descriptor = Descriptor(_LIBRARY, self._version, self.session, b"").seal()
+        self.closing = Closing(_LIBRARY)
+        self._lock = threading.Lock()
+        self._serving: _Agent | None = _Agent(self._library, self.session)
+        self._regions: dict[tuple[int, int], _Region] = {}
+        self._reader: _Reader | None = None
+        self._retired: list[_Reader] = []
+        self._readers = 0
+        self._closed = False
+
+    def register(self, address: int, size_bytes: int, device: str) -> LocalRegion:
+        """See ``TransferEngine.register``."""
+        region = _Region(self._library, address, size_bytes, device)
+        with self._lock:
+            if self._closed or self._serving is None:
+                raise errors.UnavailableError("the engine is closed", reason="CONNECTOR_CLOSED")
+            if (address, size_bytes) in self._regions:
+                raise errors.FailedPreconditionError(
+                    f"{size_bytes} bytes at {address:#x} are registered already", reason="REGISTRATION_REFUSED"
+                )
+            metadata = self._serving.register(region)
+            if self._reader is not None:
+                self._reader.agent.register(region)
+            self._regions[address, size_bytes] = region
+        return LocalRegion(
+            address,
+            size_bytes,
+            Descriptor(_LIBRARY, self._version, self.session, device.encode() + b"\n" + metadata).seal(),
+        )
+
+    def unregister(self, region: LocalRegion) -> None:
+        """See ``TransferEngine.unregister``."""
+        with self._lock:
+            known = self._regions.pop((region.address, region.size_bytes), None)
+            agents = [self._serving] if self._serving is not None else []
+            if self._reader is not None:
+                agents.append(self._reader.agent)
+            if known is not None:
+                for agent in agents:
+                    self.closing.attempt("deregister memory", functools.partial(agent.deregister, known))
+
+    def read(self, remote: RemoteRegion, pieces: Sequence[Piece], timeout_s: float) -> None:
+        """See ``TransferEngine.read``."""
+        deadline_s = time.monotonic() + timeout_s
+        described = unseal(remote.region, _LIBRARY, self._version)
+        engine = unseal(remote.engine, _LIBRARY, self._version)
+        if not described.name == engine.name == remote.session:
+            raise errors.DataLossError(
+                f"a handle of {remote.session!r} describes memory of {described.name!r} and engine {engine.name!r}",
+                reason="BAD_HANDLE",
+            )
+        reader = self._enter()
+        try:
+            reader.read(described, remote, pieces, deadline_s)
+        finally:
+            self._leave(reader)
+
+    def fence(self) -> None:
+        """Wait ``fence_patience_s`` for reads that have timed out; then destroy the agent that they use, when all that
+        still read with it have finished: at the latest when their timeouts have passed. Raises ``InternalError`` if it
+        cannot be destroyed: what was to be fenced is not."""
+        with self._lock:
+            reader = self._reader
+        if reader is not None:
+            reader.await_overdue(time.monotonic() + self._fence_patience_s)
+        self._retire(only_abandoned=True)
+
+    def forget(self, remote: RemoteRegion) -> None:
+        """See ``TransferEngine.forget``."""
+        with self._lock:
+            reader = self._reader
+        if reader is not None:
+            reader.forget(remote.session)
+
+    def close(self) -> None:
+        """See ``TransferEngine.close``. Waits for reads that are under way."""
+        with self._lock:
+            self._closed = True
+        self.closing.attempt("stop reading", lambda: self._retire(only_abandoned=False))
+        with self._lock:
+            serving, self._serving = self._serving, None
+            regions, self._regions = self._regions, {}
+        if serving is None:
+            return
+        for region in regions.values():
+            self.closing.attempt("deregister memory", functools.partial(serving.deregister, region))
+        self.closing.attempt("destroy the serving agent", serving.destroy)
+
+    def _enter(self) -> _Reader:
+        with self._lock:
+            if self._closed:
+                raise TransferFailedError("the engine is closed", fenced=True)
+            reader = self._reader
+            if reader is None:
+                self._readers += 1
+                agent = _Agent(self._library, f"{self.session}-reader-{self._readers}")
+                for region in self._regions.values():
+                    agent.register(region)
+                reader = self._reader = _Reader(agent, self.closing)
+            reader.users += 1
+            return reader
+
+    def _leave(self, reader: _Reader) -> None:
+        with self._lock:
+            reader.users -= 1
+            last = reader.retired and not reader.users
+        if last:
+            self._destroy(reader)
+
+    def _retire(self, *, only_abandoned: bool) -> None:
+        """Let no new reads use the reading agent, and return when it and those before it are gone."""
+        with self._lock:
+            reader = self._reader
+            if reader is not None and only_abandoned and not (reader.broken or reader.overdue):
+                reader = None
+            if reader is not None:
+                reader.retired = True
+                self._reader = None
+                self._retired.append(reader)
+            idle = reader is not None and not reader.users
+            retired = list(self._retired)
+        if reader is not None and idle:
+            self._destroy(reader)
+        for old in retired:
+            old.gone.wait()
+            if old.undead:
+                raise errors.InternalError("an agent of NIXL could not be destroyed: it may still write")
+
+    def _destroy(self, reader: _Reader) -> None:
+        if self.closing.attempt("destroy the reading agent", reader.destroy):
+            with self._lock:
+                self._retired.remove(reader)
+        else:
+            reader.undead = True
+        reader.gone.set()
+
+
+class _Region:
+    """Memory as NIXL wants it described."""
+
+    def __init__(self, library: Any, address: int, size_bytes: int, device: str) -> None:
+        self.kind, self.device_id = _location(library, device)
+        self.address = address
+        self.size_bytes = size_bytes
+        self.descriptors = library.nixlRegDList(self.kind, [(address, size_bytes, self.device_id, "")])
+
+    def holds(self, address: int) -> bool:
+        return self.address <= address < self.address + self.size_bytes
+
+
+class _Agent:
+    """A NIXL agent with UCX and a progress thread that sleeps."""
+
+    def __init__(self, library: Any, name: str) -> None:
+        self.library = library
+        self.failures = library_errors(library)
+        config = library.nixlAgentConfig()
+        config.useProgThread = True
+        config.pthrDelay = _PROGRESS_DELAY_US
+        config.useListenThread = False
+        config.syncMode = library.NIXL_THREAD_SYNC_STRICT  # several threads share an agent; the default guards nothing
+        try:
+            self.native: Any = library.nixlAgent(name, config)
+            self.native.createBackend("UCX", {})
+        except self.failures as error:
+            raise errors.FailedPreconditionError(
+                f"NIXL cannot use UCX here: {_said(error)}", reason="ENGINE_FAILED", metadata={"library": _LIBRARY}
+            ) from error
+        finally:
+            process.skip_native_finalizers()  # again: UCX's plug-ins are loaded now
+        self.regions: list[_Region] = []
+
+    def register(self, region: _Region) -> bytes:
+        """What peers need to read the region."""
+        try:
+            self.native.registerMem(region.descriptors, [])
+            self.regions.append(region)
+            return bytes(self.native.getLocalPartialMD(region.descriptors, True, []))
+        except self.failures as error:
+            raise errors.FailedPreconditionError(
+                f"NIXL does not register {region.size_bytes} bytes at {region.address:#x}: {_said(error)}",
+                reason="REGISTRATION_REFUSED",
+                metadata={"library": _LIBRARY, "size_bytes": region.size_bytes},
+            ) from error
+
+    def deregister(self, region: _Region) -> None:
+        self.regions = [known for known in self.regions if known is not region]
+        self.native.deregisterMem(region.descriptors, [])
+
+    def destroy(self) -> None:
+        """The bindings have no other way than to drop it. Raises ``InternalError`` if that is not its end."""
+        left = weakref.ref(self.native)
+        self.native = None
+        if left() is not None:
+            raise errors.InternalError("something still refers to an agent of NIXL that was to be destroyed")
+
+
+class _Reader:
+    """The agent that reads, and who uses it."""
+
+    def __init__(self, agent: _Agent, closing: Closing) -> None:
+        self.agent = agent
+        self.users = 0
+        self.broken = False  # a read failed, and what it began may still write
+        self.overdue: list[int] = []  # reads that have timed out and go on
+        self.retired = False
+        self.gone = threading.Event()
+        self.undead = False
+        self._closing = closing
+        self._lock = threading.Lock()
+        self._known: dict[str, set[bytes]] = {}
+        self._unreleased: list[int] = []
+
+    def read(self, described: Descriptor, remote: RemoteRegion, pieces: Sequence[Piece], deadline_s: float) -> None:
+        """Raises ``TransferFailedError``."""
+        device, _, metadata = described.content.partition(b"\n")
+        self._know(remote.session, metadata)
+        library = self.agent.library
+        kind, device_id = _location(library, device.decode())
+        for step in _steps(pieces):
+            local_kind, local_id = self._local(step[0].local_address)
+            local = library.nixlXferDList(local_kind, [(p.local_address, p.size_bytes, local_id) for p in step])
+            there = [(remote.address + p.remote_offset, p.size_bytes, device_id) for p in step]
+            try:
+                request = self.agent.native.createXferReq(
+                    library.NIXL_READ, local, library.nixlXferDList(kind, there), remote.session, b"", []
+                )
+            except self.agent.failures as error:
+                self.forget(remote.session)
+                # Steps before this one have ended, and it has not begun.
+                raise self._failed(remote, f"refused: {_said(error)}", True) from error
+            self._transfer(remote, request, deadline_s)
+
+    def await_overdue(self, deadline_s: float) -> None:
+        """Return when no read is overdue any more, or at ``deadline_s``."""
+        pause_s = 2e-5
+        while self._still_overdue() and time.monotonic() < deadline_s:
+            time.sleep(pause_s)
+            pause_s = min(0.02, pause_s * 2)
+
+    def _still_overdue(self) -> bool:
+        with self._lock:
+            for request in self.overdue[:]:
+                try:
+                    if self.agent.native.getXferStatus(request) == self.agent.library.NIXL_IN_PROG:
+                        continue
+                except self.agent.failures as error:
+                    _log.debug("an overdue read failed", error=_said(error))
+                    self.broken = True
+                self.overdue.remove(request)
+                self._release(request)
+            return bool(self.overdue)
+
+    def forget(self, session: str) -> None:
+        with self._lock:
+            if self._known.pop(session, None) is not None:
+                self._closing.attempt("forget a peer", lambda: self.agent.native.invalidateRemoteMD(session))
+
+    def destroy(self) -> None:
+        for request in self._unreleased + self.overdue:
+            self._closing.attempt("release a transfer", functools.partial(self._free, request))
+        self.agent.destroy()
+
+    def _know(self, session: str, metadata: bytes) -> None:
+        with self._lock:
+            known = self._known.setdefault(session, set())
+            if metadata in known:
+                return
+            try:
+                name = self.agent.native.loadRemoteMD(metadata)
+            except self.agent.library.nixlBackendError as error:  # nobody listens where it is said to be
+                raise TransferFailedError(
+                    f"NIXL does not reach {session}: {_said(error)}", fenced=True, session=session
+                ) from error
+            except self.agent.failures as error:
+                raise errors.DataLossError(
+                    f"NIXL does not understand what {session!r} says of itself: {_said(error)}", reason="BAD_HANDLE"
+                ) from error
+            if (name.decode() if isinstance(name, bytes) else name) != session:
+                raise errors.DataLossError(f"a handle of {session!r} holds data of {name!r}", reason="BAD_HANDLE")
+            known.add(metadata)
+
+    def _local(self, address: int) -> tuple[Any, int]:
+        for region in self.agent.regions:
+            if region.holds(address):
+                return region.kind, region.device_id
+        raise errors.InternalError(f"address {address:#x} is not in memory that was registered with NIXL")
+
+    def _transfer(self, remote: RemoteRegion, request: int, deadline_s: float) -> None:
+        # The native agent is never a local variable: the traceback of an error, which callers may keep, would keep it.
+        library, agent = self.agent.library, self.agent
+        checks = 0
+        try:
+            state = agent.native.postXferReq(request, b"")
+            while state == library.NIXL_IN_PROG:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    break
+                if checks >= _SPINS:
+                    time.sleep(min(_MAX_PAUSE_S, left_s, 2e-5 * 2 ** min(checks - _SPINS, 8)))
+                checks += 1
+                state = agent.native.getXferStatus(request)
+        except self.agent.failures as error:
+            self.broken = True
+            self._release(request)
+            self.forget(remote.session)
+            raise self._failed(remote, _said(error), False) from error
+        if state == library.NIXL_IN_PROG:
+            with self._lock:
+                self.overdue.append(request)
+            raise self._failed(remote, "timed out", False)
+        self._release(request)
+        if state != library.NIXL_SUCCESS:
+            self.broken = True
+            self.forget(remote.session)
+            raise self._failed(remote, f"ended with {state}", False)
+
+    def _failed(self, remote: RemoteRegion, what: str, fenced: bool) -> TransferFailedError:
+        return TransferFailedError(f"NIXL read from {remote.session}: {what}", fenced=fenced, session=remote.session)
+
+    def _release(self, request: int) -> None:
+        try:
+            self._free(request)
+        except self.agent.failures as error:  # it could not be cancelled, and must live until the agent goes
+            _log.debug("NIXL keeps a transfer", error=_said(error))
+            self._unreleased.append(request)
+
+    def _free(self, request: int) -> None:
+        self.agent.native.releaseXferReq(request)
+
+
+def load_bindings() -> Any:
+    """NIXL's bindings, without what importing them does to the logs of a process. ``ImportError`` if they are missing;
+    ``FailedPreconditionError`` for a version that has others."""
+    with _load_lock:
+        # Read when the native parts are loaded. Their errors reach us as exceptions; beside our log, and on standard
+        # output where UCX writes, they are noise.
+        os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+        os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+        raise_exceptions = logging.raiseExceptions
+        bindings: Any = importlib.import_module("nixl._bindings")
+        logging.raiseExceptions = raise_exceptions
+        own = logging.getLogger(_LIBRARY)
+        for handler in own.handlers[:]:
+            own.removeHandler(handler)  # it writes to standard output
+        own.propagate = True
+        process.skip_native_finalizers()
+    missing = [name for name in ("nixlAgentConfig", "NIXL_THREAD_SYNC_STRICT") if not hasattr(bindings, name)]
+    if missing or not hasattr(bindings.nixlAgentConfig(), "pthrDelay"):
+        raise errors.FailedPreconditionError(
+            f"nixl {importlib.metadata.version(_LIBRARY)} is not one that this version works with: use 1.5",
+            reason="LIBRARY_UNSUITED",
+            metadata={"library": _LIBRARY},
+        )
+    return bindings
+
+
+def library_errors(bindings: Any) -> tuple[type[Exception], ...]:
+    """All exceptions that NIXL raises; they have no base class of their own."""
+    names = [name for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")]
+    return tuple(getattr(bindings, name) for name in names)
+
+
+def _location(library: Any, device: str) -> tuple[Any, int]:
+    if device == "cpu":
+        return library.DRAM_SEG, 0
+    kind, _, number = device.partition(":")
+    if kind != "cuda" or not number.isdecimal():
+        raise errors.FailedPreconditionError(
+            f"NIXL knows cpu and cuda:N, not {device!r}", reason="UNKNOWN_DEVICE", metadata={"device": device}
+        )
+    return library.VRAM_SEG, int(number)
+
+
+def _steps(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """The same bytes in the same order, some at a time."""
+    step: list[Piece] = []
+    room = _STEP_BYTES
+    for piece in pieces:
+        start = 0
+        while start < piece.size_bytes:
+            size = min(piece.size_bytes - start, room)
+            step.append(Piece(piece.local_address + start, piece.remote_offset + start, size))
+            start += size
+            room -= size
+            if not room or len(step) == _STEP_PIECES:
+                yield step
+                step, room = [], _STEP_BYTES
+    if step:
+        yield step
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__} {error}"
