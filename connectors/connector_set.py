@@ -21,8 +21,9 @@ _log = get_logger(__name__)
 AUTO = "auto"
 _READER_OF = {"shm": "shm", "fetch": "grpc", "cuda_ipc": "cuda_ipc"}  # field of TransferHandle.backend → connector kind
 # Why memory cannot be mapped from here although the data may well exist. OWNER_GONE is among them because a process of
-# another container on this host looks the same as one that has ended; Fetch tells which it is.
-_FETCH_INSTEAD = frozenset({"OTHER_HOST", "NOT_MAPPABLE", "OWNER_GONE", "MAP_FAILED"})
+# another container on this host looks the same as one that has ended; Fetch tells which it is. So it does for transfer
+# engines whose port is closed: by a firewall, or because the owner has ended.
+_FETCH_INSTEAD = frozenset({"OTHER_HOST", "NOT_MAPPABLE", "OWNER_GONE", "MAP_FAILED", "PEER_UNREACHABLE"})
 
 
 class ConnectorSet:

@@ -11,7 +11,6 @@ asking anybody.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import mmap
@@ -21,6 +20,7 @@ import threading
 import time
 from pathlib import Path
 
+from connectors import memory
 from connectors.allocator import BufferAllocator
 from omni.v1 import transfer_pb2
 from omnicore import errors
@@ -37,7 +37,6 @@ _F_ADD_SEALS = 1033
 _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
 F_GET_SEALS = 1034
 REQUIRED_SEALS = _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW
-_MADV_POPULATE_WRITE = 23  # linux/mman.h, Linux 5.14
 
 
 def boot_id() -> str:
@@ -73,6 +72,10 @@ def fingerprint(handle: transfer_pb2.TransferHandle) -> bytes:
     text(owner.stage.pipeline)
     numbers(edge.attempt, edge.from_stage, edge.to_stage, handle.sequence, handle.size_bytes)
     numbers(owner.stage.stage_id, owner.replica_id, owner.epoch, handle.shm.offset_bytes)
+    if handle.HasField("engine"):
+        text(handle.engine.connector)
+        text(handle.engine.session)
+        numbers(handle.engine.region_address, handle.engine.region_bytes, handle.engine.offset_bytes)
     for spec in handle.tensors:
         text(spec.name)
         text(spec.dtype)
@@ -116,7 +119,7 @@ class MemfdPool:
         this host has not that much memory left."""
         page = mmap.PAGESIZE
         size_bytes = -(-size_bytes // page) * page
-        self._check_memory(size_bytes)
+        memory.check_available(size_bytes, "a shared-memory pool")
         started_s = time.monotonic()
         self._allocator = BufferAllocator(size_bytes, alignment)
         self.size_bytes = size_bytes
@@ -126,7 +129,7 @@ class MemfdPool:
             os.ftruncate(self._fd, size_bytes)
             self._map = mmap.mmap(self._fd, size_bytes)
             self._seal()
-            self._populate()
+            memory.populate(self._map, "a shared-memory pool")
         except BaseException:
             os.close(self._fd)
             raise
@@ -208,29 +211,3 @@ class MemfdPool:
         except OSError as error:  # Linux before 5.1; file mode and read-only opens still protect it
             _log.info("pool is not sealed against writers", reason=error.strerror)
         fcntl.fcntl(self._fd, _F_ADD_SEALS, _F_SEAL_SEAL)
-
-    def _populate(self) -> None:
-        try:
-            self._map.madvise(_MADV_POPULATE_WRITE)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise errors.ResourceExhaustedError(
-                    f"a shared-memory pool of {self.size_bytes} bytes does not fit: {error.strerror}",
-                    reason="HOST_MEMORY",
-                ) from error
-            for offset in range(0, self.size_bytes, mmap.PAGESIZE):  # Linux before 5.14
-                self._map[offset] = 0
-
-    @staticmethod
-    def _check_memory(size_bytes: int) -> None:
-        # Touching memory that is not there ends in the kernel's OOM killer, which may choose anybody.
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-                if size_bytes > available:
-                    raise errors.ResourceExhaustedError(
-                        f"a shared-memory pool of {size_bytes} bytes was asked for, this host has {available} left: "
-                        f"lower pool_bytes",
-                        reason="HOST_MEMORY",
-                        metadata={"pool_bytes": size_bytes, "available_bytes": available},
-                    )

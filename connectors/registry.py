@@ -14,6 +14,7 @@ from typing import Protocol
 
 from connectors.base import ByteFetcher, Connector
 from connectors.cuda_ipc import CudaIpcConnector
+from connectors.engines import factories as engines
 from connectors.grpc_fetch import GrpcConnector
 from connectors.handles import HandleStore
 from connectors.options import CudaIpcOptions, GrpcOptions, ShmOptions, parse_options
@@ -57,6 +58,10 @@ def _cuda_ipc(context: ConnectorContext, extra: Mapping[str, JsonValue]) -> Conn
     )
 
 
+def _mooncake(context: ConnectorContext, extra: Mapping[str, JsonValue]) -> Connector:
+    return engines.mooncake(context.store, extra, pool_bytes=context.pool_bytes)
+
+
 def _mooncake_store(context: ConnectorContext, extra: Mapping[str, JsonValue]) -> Connector:
     return stores.mooncake_store(context.store, extra)
 
@@ -69,6 +74,7 @@ _BUILT_IN: Mapping[str, ConnectorFactory] = {
     "shm": _shm,
     "grpc": _grpc,
     "cuda_ipc": _cuda_ipc,
+    "mooncake": _mooncake,
     "mooncake_store": _mooncake_store,
     "yuanrong": _yuanrong,
 }

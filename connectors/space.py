@@ -114,8 +114,8 @@ class _HeapSlot:
 class SpaceQueue:
     """Waits for room, first come, first served: large payloads are not overtaken for ever by small ones.
 
-    ``allocate`` belongs to one event loop; slots may be freed in any thread. ``option``: what decides on the size of the
-    space, for errors.
+    ``allocate`` belongs to one event loop; slots may be freed in any thread. ``option``: what the size of the space is
+    called, for errors.
     """
 
     def __init__(self, space: Space, wait_s: float, kind: str, *, option: str = "pool_bytes") -> None:
@@ -133,14 +133,21 @@ class SpaceQueue:
         at once for what can never fit, and ``UnavailableError`` if closed meanwhile."""
         if size_bytes > self._space.max_payload_bytes:
             raise errors.ResourceExhaustedError(
-                f"{size_bytes} bytes never fit into this worker's pool of {self._space.size_bytes}: raise {self._option}",
+                f"{size_bytes} bytes never fit into this worker's pool of {self._space.size_bytes}: "
+                f"raise {self._option}",
                 reason="LARGER_THAN_POOL",
                 metadata={"needed_bytes": size_bytes, "pool_bytes": self._space.size_bytes},
             )
         if not self._turn.locked() and (slot := self._try(size_bytes)) is not None:
             return slot
         self._loop = asyncio.get_running_loop()
-        _log.debug("payload waits for room", connector=self._kind, pool=self._option, size_bytes=size_bytes, free_bytes=self._space.free_bytes)
+        _log.debug(
+            "payload waits for room",
+            connector=self._kind,
+            pool=self._option,
+            size_bytes=size_bytes,
+            free_bytes=self._space.free_bytes,
+        )
         try:
             async with asyncio.timeout(self._wait_s), self._turn:
                 while True:
@@ -151,7 +158,9 @@ class SpaceQueue:
                     await self._freed.wait()
         except TimeoutError:
             free = self._space.free_bytes
-            _log.warning("no room for a payload", connector=self._kind, pool=self._option, size_bytes=size_bytes, free_bytes=free)
+            _log.warning(
+                "no room for a payload", connector=self._kind, pool=self._option, size_bytes=size_bytes, free_bytes=free
+            )
             raise errors.ResourceExhaustedError(
                 f"no room for {size_bytes} bytes in {self._wait_s:g} s, {free} of {self._space.size_bytes} are free "
                 f"({self._option}): consumers do not release what they were given",

@@ -20,8 +20,8 @@ from omnicore import errors
 class TransferFailedError(errors.UnavailableError):
     """A read did not complete. ``fenced``: nothing is written to the local buffers any more."""
 
-    def __init__(self, message: str, *, fenced: bool, **details: object) -> None:
-        super().__init__(message, reason="TRANSFER_FAILED", metadata=dict(details))
+    def __init__(self, message: str, *, fenced: bool, reason: str = "TRANSFER_FAILED", **details: object) -> None:
+        super().__init__(message, reason=reason, metadata=dict(details))
         self.fenced = fenced
 
 

@@ -44,7 +44,7 @@ async def test_built_in_connectors(context: ConnectorContext) -> None:
         assert not connector.offer().healthy
 
 
-@pytest.mark.parametrize(("kind", "hint"), [("shmm", "did you mean 'shm'"), ("mooncake", "known: "), ("", "known: ")])
+@pytest.mark.parametrize(("kind", "hint"), [("shmm", "did you mean 'shm'"), ("pigeon", "known: "), ("", "known: ")])
 def test_unknown_kinds_are_never_replaced(context: ConnectorContext, kind: str, hint: str) -> None:
     with pytest.raises(errors.InvalidRequestError, match="unknown kind") as caught:
         create_connector(kind, context)
