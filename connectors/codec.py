@@ -19,6 +19,7 @@ import numpy.typing as npt
 from google.protobuf import struct_pb2
 
 from connectors import metadata as facts
+from connectors.copying import copy
 from connectors.dtypes import DTYPES, dtype_name, raw_view
 from connectors.payload import Payload
 from connectors.torch_tensors import DeviceTensor, from_torch, is_torch
@@ -74,8 +75,9 @@ class Encoded:
             if isinstance(array, DeviceTensor):
                 array.copy_to(np.ndarray(array.shape, array.carrier, buffer=target, offset=start))
             else:
-                place = np.ndarray(array.shape, array.dtype.newbyteorder("<"), buffer=target, offset=start)
-                np.copyto(place, array, casting="equiv")
+                # Native is little-endian wherever this runs.
+                dtype = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("<")
+                copy(np.ndarray(array.shape, dtype, buffer=target, offset=start), array)
 
     def to_bytes(self) -> bytes:
         """The data as one bytes object, for small payloads."""

@@ -51,6 +51,10 @@ BFLOAT16 = DTYPES["bfloat16"]
 """uint16 whose bits are a bfloat16."""
 
 
+# By type, because ``dtype.name`` takes numpy microseconds.
+_NATIVE = {np.dtype(name): name for name in _NUMPY_NAMES}
+
+
 def mark(array: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
     """A view of ``array`` (unsigned integers of the right width) whose bits are ``name``. Raises
     ``InvalidRequestError`` if they cannot be."""
@@ -64,6 +68,8 @@ def mark(array: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
 
 def dtype_name(dtype: np.dtype[Any]) -> str:
     """The wire name of a numpy dtype, of ml_dtypes' too. Raises ``InvalidRequestError`` for others."""
+    if dtype.metadata is None and (known := _NATIVE.get(dtype)) is not None:
+        return known
     facts: Mapping[str, Any] = dtype.metadata or {}
     name = facts.get(_MARK)
     if name in RAW_NAMES and dtype == RAW_NAMES[name]:
@@ -77,5 +83,7 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 
 def raw_view(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """``array`` with elements that numpy itself can copy: unsigned integers where it holds ml_dtypes' types."""
+    if array.dtype in _NATIVE:  # what an array is marked as does not count here
+        return array
     carrier = RAW_NAMES.get(array.dtype.name)
     return array.view(carrier) if carrier is not None else array
