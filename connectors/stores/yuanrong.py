@@ -91,10 +91,13 @@ class _Helper:
             answer = self._exchange(message, fds, limit_s)
             if buffer is not None:
                 self._known.add(buffer.number)
+            if "error" in answer:
+                error = _error_of(answer, self._options)
+                if error.reason == "STORE_UNREACHABLE":
+                    self._end()  # a client that its worker has missed stays disconnected: the next call connects anew
+                raise error
         finally:
             self._turn.release()
-        if "error" in answer:
-            raise _error_of(answer, self._options)
         return answer
 
     def close(self) -> None:
@@ -269,5 +272,7 @@ def _error_of(answer: Mapping[str, Any], options: YuanrongOptions) -> errors.Omn
             return errors.ResourceExhaustedError(message, reason="STORE_FULL", metadata=details)
         case "Invalid parameter":
             return errors.InternalError(message, reason="STORE_REFUSED", metadata=details)
+        case "not deleted":
+            return errors.UnavailableError(message, reason="STORE_ERROR", metadata=details)
         case _:
             return errors.UnavailableError(message, reason="STORE_UNREACHABLE", metadata=details)

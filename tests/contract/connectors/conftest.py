@@ -13,18 +13,79 @@ import pytest
 from connectors.payload import JsonValue
 from omnicore.clock import ManualClock
 from tests.contract.connectors.peer import Peer, running_peer
+from tests.support.processes import wait_until
+from tests.support.stores import mooncake_master, yuanrong_worker  # noqa: F401 (fixtures)
+
+Options = dict[str, dict[str, JsonValue]]
 
 # Everything goes through the backend, however small.
-OPTIONS: dict[str, dict[str, JsonValue]] = {
+OPTIONS: Options = {
     "shm": {"shm_threshold_bytes": 0, "put_wait_s": 1.0},
     "grpc": {"inline_bytes": 0, "put_wait_s": 1.0, "pool_bytes": 1 << 20},
 }
+HAS_GPU = Path("/dev/nvidia0").exists()
+if HAS_GPU:
+    # The suite looks at arrays; what consumers otherwise get is test_cuda_ipc_on_gpus.py's.
+    OPTIONS["cuda_ipc"] = {"inline_bytes": 0, "put_wait_s": 1.0, "to_host": True}
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU")
 
 
-@pytest.fixture(params=["shm", "grpc"])
+@dataclasses.dataclass(frozen=True)
+class Traits:
+    """What the contract leaves open, and connectors do differently."""
+
+    service: str = ""
+    """The fixture of the service that it needs."""
+    frees_later: bool = False
+    """What is freed goes a moment later: until then it can be read, and takes room."""
+    reads_copies: bool = False
+    """What is being read stays as it is when it is freed."""
+    outlives_owner: bool = False
+    """Data can be read after its owner has died."""
+
+
+KINDS = {
+    "shm": Traits(),
+    "grpc": Traits(reads_copies=True),
+    "cuda_ipc": Traits(),
+    "mooncake_store": Traits("mooncake_master", frees_later=True, reads_copies=True),
+    "yuanrong": Traits("yuanrong_worker", frees_later=True, reads_copies=True, outlives_owner=True),
+}
+
+
+@pytest.fixture(params=[pytest.param(k, marks=needs_gpu) if k == "cuda_ipc" else k for k in KINDS])
 def kind(request: pytest.FixtureRequest) -> str:
     """The connector under test."""
     return str(request.param)
+
+
+@pytest.fixture
+def traits(kind: str) -> Traits:
+    """What is special about it."""
+    return KINDS[kind]
+
+
+@pytest.fixture
+def extra(request: pytest.FixtureRequest) -> dict[str, JsonValue]:
+    """What the connector under test must be told to work here at all."""
+    kind = request.getfixturevalue("kind") if "kind" in request.fixturenames else ""
+    service = KINDS[kind].service if kind else ""
+    return dict(request.getfixturevalue(service).extra()) if service else {}
+
+
+@pytest.fixture
+def options(request: pytest.FixtureRequest, extra: dict[str, JsonValue]) -> Options:
+    """Of the peers: for all connectors that are always there, and for the one under test."""
+    if not extra:
+        return OPTIONS
+    # Room comes back when a process beside this one has answered.
+    mine: dict[str, JsonValue] = {"inline_bytes": 0, "put_wait_s": 2.0, "pool_bytes": 1 << 20}
+    return {**OPTIONS, request.getfixturevalue("kind"): {**extra, **mine}}
+
+
+async def settled(peer: Peer, free_bytes: int) -> None:
+    """Wait until so much is free: at once, where freeing takes no time."""
+    await wait_until(lambda: peer.connectors.usage().free_bytes == free_bytes, what=f"{free_bytes} bytes free")
 
 
 @pytest.fixture
@@ -33,9 +94,9 @@ def clock() -> ManualClock:
 
 
 @pytest.fixture
-async def producer(clock: ManualClock) -> AsyncIterator[Peer]:
+async def producer(clock: ManualClock, options: Options) -> AsyncIterator[Peer]:
     """A worker that publishes into 1 MiB; whatever happens in the test, it ends empty."""
-    async with running_peer(clock=clock, options=OPTIONS) as peer:
+    async with running_peer(clock=clock, options=options) as peer:
         before = peer.connectors.usage().free_bytes
         yield peer
         await peer.connectors.close()
@@ -44,9 +105,9 @@ async def producer(clock: ManualClock) -> AsyncIterator[Peer]:
 
 
 @pytest.fixture
-async def consumer() -> AsyncIterator[Peer]:
+async def consumer(options: Options) -> AsyncIterator[Peer]:
     """A worker that only reads."""
-    async with running_peer(pool_bytes=0, options=OPTIONS) as peer:
+    async with running_peer(pool_bytes=0, options=options) as peer:
         yield peer
 
 
@@ -72,7 +133,7 @@ class Child:
 
 
 @pytest.fixture
-async def spawn() -> AsyncIterator[Callable[[str], Awaitable[Child]]]:
+async def spawn(extra: dict[str, JsonValue]) -> AsyncIterator[Callable[[str], Awaitable[Child]]]:
     """Starts peers as child processes, and ends those that a test leaves."""
     children: list[Child] = []
 
@@ -82,6 +143,7 @@ async def spawn() -> AsyncIterator[Callable[[str], Awaitable[Child]]]:
             "-m",
             "tests.contract.connectors.peer",
             kind,
+            orjson.dumps(extra).decode(),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             cwd=Path(__file__).parents[3],

@@ -168,10 +168,14 @@ async def _answer(peer: Peer, command: dict[str, Any], kept: contextlib.AsyncExi
             return {"free_bytes": peer.connectors.usage().free_bytes, "handles": peer.connectors.usage().handles}
 
 
-async def main(kind: str) -> int:
-    """Serve commands until standard input ends."""
+async def main(kind: str, extra: Mapping[str, JsonValue]) -> int:
+    """Serve commands until standard input ends. ``extra``: options that connector ``kind`` needs here."""
     process.die_with_parent()
     options: dict[str, dict[str, JsonValue]] = {"shm": {"shm_threshold_bytes": 0}, "grpc": {"inline_bytes": 0}}
+    if kind == "cuda_ipc":
+        options[kind] = {"to_host": True}
+    if extra:
+        options[kind] = {"inline_bytes": 0, **extra}
     async with running_peer(pool_bytes=1 << 22, options=options) as peer, contextlib.AsyncExitStack() as kept:
         print(orjson.dumps({"endpoint": peer.endpoint, "kind": kind}).decode(), flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
@@ -184,4 +188,4 @@ async def main(kind: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(process.run(main(sys.argv[1])))
+    sys.exit(process.run(main(sys.argv[1], orjson.loads(sys.argv[2]))))
