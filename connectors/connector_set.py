@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-from connectors.base import ByteFetcher, Connector
+from connectors.base import ByteFetcher, Connector, ConnectorUsage
 from connectors.handles import DEFAULT_TTL_S, HandleStore
 from connectors.payload import JsonValue, Payload
 from connectors.publish import Usage, read_inline
@@ -119,6 +119,10 @@ class ConnectorSet:
         """Pool and handle counts of one connector, or of all together."""
         each = [connector.usage() for name, connector in self._connectors.items() if kind in (None, name)]
         return Usage(sum(u.pool_bytes for u in each), sum(u.free_bytes for u in each), sum(u.handles for u in each))
+
+    def usages(self) -> dict[str, ConnectorUsage]:
+        """Connector kind → its counts now."""
+        return {kind: connector.usage() for kind, connector in self._connectors.items()}
 
     def sweep(self) -> int:
         """Free handles that expired and unmap peers that are gone; call about once a second. Returns how many handles

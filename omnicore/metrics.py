@@ -99,4 +99,37 @@ GATEWAY_TABLE_REVISION = Metric(
     "omni_gateway_table_revision", "gauge", "Store revision up to which replicas are known."
 )
 
+_PATH = ("pipeline", "from_stage", "to_stage", "connector", "backend")
+TRANSFER_SIZE_BYTES = Metric("omni_transfer_size_bytes", "histogram", "Bytes of a chunk, at its producer.", _PATH)
+TRANSFER_TX_SECONDS = Metric("omni_transfer_tx_seconds", "histogram", "Publishing a chunk: put.", _PATH)
+TRANSFER_RX_SECONDS = Metric("omni_transfer_rx_seconds", "histogram", "Reading a chunk: get and decode.", _PATH)
+TRANSFER_IN_FLIGHT_SECONDS = Metric(
+    "omni_transfer_in_flight_seconds", "histogram", "From a chunk's publication to its last release.", _PATH
+)
+TRANSFER_WAIT_SECONDS = Metric(
+    "omni_transfer_wait_seconds", "histogram", "How long a consumer that was ready waited for a chunk.", _PATH
+)
+TRANSFER_PHASE_SECONDS = Metric(
+    "omni_transfer_read_phase_seconds",
+    "histogram",
+    "Parts of reading a chunk that is not inline.",
+    ("connector", "phase"),
+)
+TRANSFER_FAILURES = Metric(
+    "omni_transfer_failures_total",
+    "counter",
+    "Flows that ended because their consumer could not read on.",
+    ("pipeline", "from_stage", "to_stage", "reason"),
+)
+TRANSFER_POOL_BYTES = Metric("omni_transfer_pool_bytes", "gauge", "Room for published data.", ("connector",))
+TRANSFER_POOL_FREE_BYTES = Metric("omni_transfer_pool_free_bytes", "gauge", "Room that is not taken.", ("connector",))
+TRANSFER_HANDLES = Metric("omni_transfer_handles", "gauge", "Handles published and not yet freed.", ("connector",))
+TRANSFER_QUARANTINED_BYTES = Metric(
+    "omni_transfer_quarantined_bytes", "gauge", "Memory that a failed read may still write to.", ("connector",)
+)
+TRANSFER_LEAKED = Metric(
+    "omni_transfer_leaked_buffers", "gauge", "Buffers whose holder has gone without giving them back.", ("connector",)
+)
+TRANSFER_FLOWS = Metric("omni_transfer_flows", "gauge", "Flows out of this worker that are not over.")
+
 ALL: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))

@@ -14,7 +14,9 @@ from stage_worker.flows import FlowTable, Outbox
 from stage_worker.identity import Identity
 from stage_worker.links import PeerLinks
 from stage_worker.progress import Progress
+from stage_worker.reading import Reads
 from stage_worker.ready_inputs import Releaser
+from stage_worker.transfer_metrics import TransferMetrics
 
 MAX_REQUEST_ID_CHARS = 300
 """A client's 256 and the gateway's suffixes."""
@@ -92,6 +94,8 @@ class WorkerParts:
     flows: FlowTable
     links: PeerLinks
     releaser: Releaser
+    reads: Reads
+    metrics: TransferMetrics
     progress: Progress
     calls: CallTable
 

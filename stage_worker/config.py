@@ -9,7 +9,7 @@ from omnicore.config import host_port_or_empty, host_ports, not_negative, option
 from omnicore.process import ProcessConfig
 from omnicore.security import SecurityConfig
 from stage_worker.flows import OPEN_WAIT_S
-from stage_worker.links import CHUNK_TIMEOUT_S
+from stage_worker.reading import CHUNK_TIMEOUT_S
 
 
 def _named(value: str) -> None:
@@ -60,7 +60,12 @@ class StageWorkerConfig(ProcessConfig, SecurityConfig):
         30.0, help="running requests may take this long after a stop or drain", check=not_negative
     )
     chunk_timeout_s: float = option(
-        CHUNK_TIMEOUT_S, help="longest silence of an upstream stage in a request", check=positive
+        CHUNK_TIMEOUT_S,
+        help="longest wait for a chunk of an upstream stage, and for its bytes, unless the edge has a chunk_timeout_s",
+        check=positive,
+    )
+    metrics: str = option(
+        "", help="host:port of GET /metrics over HTTP, port 0 takes any; empty: none", check=host_port_or_empty
     )
     flow_open_timeout_s: float = option(
         OPEN_WAIT_S, help="how long a consumer waits for its request to reach this worker", check=positive

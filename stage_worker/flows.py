@@ -4,6 +4,7 @@ Life of an outbox::
 
     declare (a call begins) ──> publish* ──> finish | fail ──> all sent and acknowledged ──> gone
        consumer cancels, or its stream breaks: data freed, later chunks are not kept
+       consumer cannot read on: the same, and its call is told why (``on_consumer_failure``)
        nobody opens it: kept for ``linger_s`` after its call, then freed
        its call is aborted: data freed; an open consumer is told, one that never came is not waited for
 
@@ -27,6 +28,8 @@ from omnicore.clock import Clock
 from omnicore.errors import AlreadyExistsError, NotFoundError, OmniError, RequestCancelledError
 
 FlowKey = tuple[str, int, int, int]
+Release = Callable[[str, bytes, str], object]
+"""Frees a published chunk: its key, its token, and the name under which the flow has claimed it."""
 MAX_BACKLOG_CHUNKS = 256
 """Chunks without credit at which a producer pauses. The pool bounds their bytes."""
 OPEN_WAIT_S = 30.0
@@ -64,6 +67,10 @@ class Outbox:
         self._unwanted = False
         self._room: asyncio.Future[None] | None = None
         self.expires_s: float | None = None
+        self.claimant = f"flow-{edge.to_stage}"
+        """The name under which this flow claims its chunks: several flows may share one."""
+        self.on_consumer_failure: Callable[[OmniError], None] | None = None
+        """Told why the consumer cannot read on."""
         self.gone = False
         """True once the flow holds nothing and its table has forgotten it."""
 
@@ -97,7 +104,7 @@ class Outbox:
         """Add the next chunk; this outbox releases it in the end."""
         self._published += 1
         if self._unwanted or self._ended:
-            self._table.release(handle.key, handle.token)
+            self._table.release(handle.key, handle.token, self.claimant)
             return
         self._unsent.append(handle)
         self._pump()
@@ -136,7 +143,7 @@ class Outbox:
         """Every chunk up to ``sequence`` may be freed; as many more may be sent."""
         while self._unacked and self._unacked[0][0] <= sequence:
             _, key, token = self._unacked.popleft()
-            self._table.release(key, token)
+            self._table.release(key, token, self.claimant)
         self._pump()
 
     def detach(self, subscriber: Subscriber | None = None) -> None:
@@ -146,11 +153,18 @@ class Outbox:
         self._unwanted = True
         self._subscriber = None
         for _, key, token in self._unacked:
-            self._table.release(key, token)
+            self._table.release(key, token, self.claimant)
         self._unacked.clear()
         self._free_unsent()
         if self._ended:
             self._leave()
+
+    def consumer_failed(self, subscriber: Subscriber, error: OmniError) -> None:
+        """The consumer (if it is ``subscriber``) cannot read on: as ``detach``, and the call is told."""
+        if self._subscriber is subscriber:
+            self.detach()
+            if self.on_consumer_failure is not None:
+                self.on_consumer_failure(error)
 
     def _end(self, error: OmniError | None) -> None:
         if self._ended:
@@ -185,7 +199,7 @@ class Outbox:
 
     def _free_unsent(self) -> None:
         for handle in self._unsent:
-            self._table.release(handle.key, handle.token)
+            self._table.release(handle.key, handle.token, self.claimant)
         self._unsent.clear()
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
@@ -204,11 +218,11 @@ class _PendingOpen:
 
 
 class FlowTable:
-    """All flows out of this worker. ``release(key, token)`` frees a published chunk."""
+    """All flows out of this worker."""
 
     def __init__(
         self,
-        release: Callable[[str, bytes], object],
+        release: Release,
         clock: Clock,
         *,
         open_wait_s: float = OPEN_WAIT_S,
@@ -267,6 +281,11 @@ class FlowTable:
             del self._pending[key]
         if (outbox := self._outboxes.get(key)) is not None:
             outbox.detach(subscriber)
+
+    def consumer_failed(self, edge: transfer_pb2.EdgeRef, subscriber: Subscriber, error: OmniError) -> None:
+        """The consumer of a flow cannot read on, because of ``error``."""
+        if (outbox := self._outboxes.get(flow_key(edge))) is not None:
+            outbox.consumer_failed(subscriber, error)
 
     def drop_subscriber(self, subscriber: Subscriber) -> None:
         """A consumer's stream has ended: so have its flows."""

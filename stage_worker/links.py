@@ -2,7 +2,8 @@
 
 Opens, acknowledgements and cancels of one turn of the event loop leave in one message. A broken stream fails all its
 flows at once, naming the peer; the next open makes a new stream. A flow that stays silent too long, or skips a chunk,
-fails with the chunk's number. A payload is valid until the next one is asked for; asking acknowledges it.
+fails with the chunk's number, and its producer is told. A payload is valid until the next one is asked for; asking
+acknowledges it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import collections
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from time import perf_counter
 
 import grpc.aio
 
@@ -31,12 +32,9 @@ from omnicore.errors import (
 from omnicore.log import get_logger
 from stage_worker.flows import FlowKey, flow_key
 from stage_worker.identity import replica_name
+from stage_worker.reading import Reading, Reads
 
 _log = get_logger(__name__)
-
-GetPayload = Callable[[transfer_pb2.TransferHandle], AbstractAsyncContextManager[Payload]]
-CHUNK_TIMEOUT_S = 120.0
-"""Longest silence of a flow: above a long queue at the producer, below a client's patience."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,18 +59,18 @@ class Peer:
 
 
 class FlowReader:
-    """The chunks of one flow as payloads. Close it on every path: that frees what the producer still holds."""
+    """The chunks of one flow as payloads. Close it on every path: that frees what the producer still holds. What it
+    cannot read, the producer is told, with the reason."""
 
-    def __init__(self, link: _Link, edge: transfer_pb2.EdgeRef, get: GetPayload, chunk_timeout_s: float) -> None:
-        self.edge = edge
+    def __init__(self, link: _Link, reading: Reading) -> None:
+        self.edge = reading.edge
         self._link = link
-        self._get = get
-        self._chunk_timeout_s = chunk_timeout_s
+        self._reading = reading
         self._chunks: collections.deque[pb.Chunk] = collections.deque()
         self._waiter: asyncio.Future[None] | None = None
         self._error: OmniError | None = None
         self._expected = 0
-        self._open: AbstractAsyncContextManager[Payload] | None = None
+        self._unacked = False
         self._ended = False
 
     def __aiter__(self) -> FlowReader:
@@ -80,85 +78,121 @@ class FlowReader:
 
     async def __anext__(self) -> Payload:
         """The next payload. Raises the producer's error, ``UnavailableError`` (producer lost), ``DataLossError``
-        (missing chunk) or ``DeadlineExceededError`` (no chunk in time)."""
-        await self._close_payload()
+        (missing or stale chunk, bytes that are not what the handle says), ``DeadlineExceededError`` (no chunk in time,
+        or not its bytes) and what connectors raise."""
+        if self._unacked:
+            await self._close_payload()
         if self._ended:
             raise StopAsyncIteration
-        chunk = await self._next_chunk()
+        if not self._chunks or self._error is not None:
+            await self._wait()
+        chunk = self._chunks.popleft()
         if chunk.HasField("error"):
             self._error = from_status(chunk.error)
             raise self._error
         if chunk.sequence != self._expected:
-            peer = self._link.peer
-            self._error = DataLossError(
-                f"missing chunk {self._expected} of flow {peer.stage_id}→{self.edge.to_stage} from replica "
-                f"{peer.name}: got chunk {chunk.sequence}",
-                reason="CHUNK_MISSING",
-                metadata={**peer.metadata(), "missing": self._expected, "got": chunk.sequence},
+            raise self._give_up(
+                DataLossError(
+                    f"missing chunk {self._expected}: got chunk {chunk.sequence}",
+                    reason="CHUNK_MISSING",
+                    metadata={**self._link.peer.metadata(), "missing": self._expected, "got": chunk.sequence},
+                )
             )
-            raise self._error
         if not chunk.HasField("handle"):
             self._ended = True
             self._link.forget(self, cancel=False)
             raise StopAsyncIteration
+        handle = chunk.handle
+        if handle.edge != self.edge and not _same_attempt(handle.edge, self.edge):
+            raise self._give_up(
+                DataLossError(
+                    f"its data belongs to request {handle.edge.request_id}, attempt {handle.edge.attempt}",
+                    reason="STALE_CHUNK",
+                )
+            )
+        try:
+            payload = await self._reading.open(handle, self._expected)
+        except OmniError as error:
+            raise self._give_up(error, located=True) from error
         self._expected += 1
-        payload = self._get(chunk.handle)
-        entered = await payload.__aenter__()
-        self._open = payload
+        self._unacked = True
         if chunk.final:
             self._ended = True
-        return entered
+        return payload
 
     async def aclose(self) -> None:
         """Leave the flow: what it still holds at the producer is freed. May be called more than once."""
         try:
-            await self._close_payload()
+            if self._unacked:
+                await self._close_payload()
         finally:
             self._chunks.clear()
             self._link.forget(self, cancel=not self._ended)
             self._ended = True
+            self._reading.end(self._error)
 
     def deliver(self, chunk: pb.Chunk) -> None:
         """A chunk has come (called by the link)."""
         self._chunks.append(chunk)
+        if len(self._chunks) >= self._reading.most_unacked and chunk.HasField("handle"):
+            self._reading.most_unacked = len(self._chunks) + self._unacked
         self._wake()
 
     def fail(self, error: OmniError) -> None:
         """The link is gone: nothing that was not read counts (called by the link)."""
         self._error = error
         self._chunks.clear()
+        self._reading.count(error)
         self._wake()
 
-    async def _next_chunk(self) -> pb.Chunk:
-        if not self._chunks and self._error is None:
+    async def _wait(self) -> None:
+        """Until there is a chunk."""
+        if self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
+            begin_s = perf_counter()
             try:
-                async with asyncio.timeout(self._chunk_timeout_s):
+                async with asyncio.timeout(self._reading.timeout_s) as scope:
                     await self._waiter
             except TimeoutError:
-                peer = self._link.peer
-                self._error = DeadlineExceededError(
-                    f"missing chunk {self._expected} of flow {peer.stage_id}→{self.edge.to_stage}: replica "
-                    f"{peer.name} sent nothing for {self._chunk_timeout_s:g} s",
-                    reason="CHUNK_TIMEOUT",
-                    metadata={**peer.metadata(), "missing": self._expected},
+                if not scope.expired():
+                    raise
+                self._give_up(
+                    DeadlineExceededError(
+                        f"missing chunk {self._expected}: nothing was sent for {self._reading.timeout_s:g} s",
+                        reason="CHUNK_TIMEOUT",
+                        metadata={**self._link.peer.metadata(), "missing": self._expected},
+                    )
                 )
             finally:
                 self._waiter = None
+                self._reading.waited(perf_counter() - begin_s)
         if self._error is not None:
             raise self._error
-        return self._chunks.popleft()
 
     async def _close_payload(self) -> None:
-        if self._open is None:
-            return
-        payload, self._open = self._open, None
-        await payload.__aexit__(None, None, None)
+        self._unacked = False
+        try:
+            await self._reading.close(self._expected - 1)
+        except OmniError as error:
+            raise self._give_up(error, located=True) from error
         self._link.acknowledge(self.edge, self._expected - 1)
+
+    def _give_up(self, error: OmniError, *, located: bool = False) -> OmniError:
+        """Nothing more is read, because of ``error``: the producer hears why, so that it stops."""
+        if not located:
+            error = self._reading.located(error, self._expected)
+        self._error = error
+        self._link.report(self, error)
+        return error
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _same_attempt(one: transfer_pb2.EdgeRef, other: transfer_pb2.EdgeRef) -> bool:
+    """They differ in their consumers at most: data for several stages is published once, for the first of them."""
+    return (one.request_id, one.attempt, one.from_stage) == (other.request_id, other.attempt, other.from_stage)
 
 
 class _Link:
@@ -190,6 +224,15 @@ class _Link:
         if cancel and not self.broken:
             self._request.cancels.append(reader.edge)
             self._schedule()
+
+    def report(self, reader: FlowReader, error: OmniError) -> None:
+        """A reader cannot go on."""
+        key = flow_key(reader.edge)
+        if self._flows.get(key) is reader:
+            del self._flows[key]
+            if not self.broken:
+                self._request.failures.add(edge=reader.edge, error=error.to_status())
+                self._schedule()
 
     def is_reading(self, edge: transfer_pb2.EdgeRef) -> bool:
         return flow_key(edge) in self._flows
@@ -249,14 +292,11 @@ class PeerLinks:
         self,
         me: Callable[[], types_pb2.ReplicaRef],
         channels: PeerChannels,
-        get: GetPayload,
-        *,
-        chunk_timeout_s: float = CHUNK_TIMEOUT_S,
+        reads: Reads,
     ) -> None:
         self._me = me
         self._channels = channels
-        self._get = get
-        self._chunk_timeout_s = chunk_timeout_s
+        self._reads = reads
         self._links: dict[Peer, _Link] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -273,7 +313,7 @@ class PeerLinks:
             task.add_done_callback(self._tasks.discard)
         if link.is_reading(edge):
             raise UnavailableError(f"flow {edge.from_stage}→{edge.to_stage} of {edge.request_id} is being read")
-        reader = FlowReader(link, edge, self._get, self._chunk_timeout_s)
+        reader = FlowReader(link, self._reads.begin(edge, peer.name))
         link.open(reader, source.window)
         return reader
 

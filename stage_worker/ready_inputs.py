@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from contextlib import AbstractAsyncContextManager
 
 import grpc.aio
 
@@ -15,7 +14,7 @@ from omni.v1 import transfer_service_pb2 as pb
 from omnicore.errors import OmniError
 from omnicore.log import get_logger
 from stage_worker.identity import replica_name
-from stage_worker.links import GetPayload
+from stage_worker.reading import Reading
 
 _log = get_logger(__name__)
 _RELEASE_TIMEOUT_S = 5.0
@@ -24,42 +23,50 @@ _RELEASE_TIMEOUT_S = 5.0
 class HandleReader:
     """Data that is ready, as payloads. Each handle is released at its owner once read; closing releases the rest."""
 
-    def __init__(self, handles: list[transfer_pb2.TransferHandle], get: GetPayload, releaser: Releaser) -> None:
+    def __init__(self, handles: list[transfer_pb2.TransferHandle], reading: Reading, releaser: Releaser) -> None:
         self._handles = collections.deque(handles)
-        self._get = get
+        self._reading = reading
         self._releaser = releaser
         self._current: transfer_pb2.TransferHandle | None = None
-        self._open: AbstractAsyncContextManager[Payload] | None = None
+        self._sequence = -1
+        self._error: OmniError | None = None
 
     def __aiter__(self) -> HandleReader:
         return self
 
     async def __anext__(self) -> Payload:
-        """The next payload; raises what the connector raises."""
+        """The next payload; raises what the connector raises, and ``DeadlineExceededError``."""
         await self._close_payload()
         if not self._handles:
             raise StopAsyncIteration
         self._current = self._handles.popleft()
-        payload = self._get(self._current)
-        entered = await payload.__aenter__()
-        self._open = payload
-        return entered
+        self._sequence += 1
+        try:
+            return await self._reading.open(self._current, self._sequence)
+        except OmniError as error:
+            self._error = error
+            raise
 
     async def aclose(self) -> None:
         """Release everything. May be called more than once."""
-        await self._close_payload()
-        while self._handles:
-            self._releaser.release(self._handles.popleft())
+        try:
+            await self._close_payload()
+        finally:
+            while self._handles:
+                self._releaser.release(self._handles.popleft())
+            self._reading.end(self._error)
 
     async def _close_payload(self) -> None:
-        payload, self._open = self._open, None
         handle, self._current = self._current, None
+        if handle is None:
+            return
         try:
-            if payload is not None:
-                await payload.__aexit__(None, None, None)
+            await self._reading.close(self._sequence)
+        except OmniError as error:
+            self._error = error
+            raise
         finally:
-            if handle is not None:
-                self._releaser.release(handle)
+            self._releaser.release(handle)
 
 
 class Releaser:

@@ -11,9 +11,8 @@ import inspect
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol, cast
 
-from connectors.handles import edge_key
 from connectors.payload import Payload
-from omni.v1 import prompt_pb2, stage_service_pb2, transfer_pb2
+from omni.v1 import prompt_pb2, stage_service_pb2
 from omnicore.errors import (
     DeadlineExceededError,
     InternalError,
@@ -23,10 +22,11 @@ from omnicore.errors import (
 )
 from omnicore.log import get_logger
 from stage_worker.calls import CallKey, WorkerParts
-from stage_worker.chunking import text_cutter
 from stage_worker.engine import EngineOutput, EngineRequest, Finish
 from stage_worker.flows import Outbox
+from stage_worker.identity import replica_name
 from stage_worker.links import FlowReader
+from stage_worker.outputs import OutputGroup, output_groups
 from stage_worker.ready_inputs import HandleReader
 
 _log = get_logger(__name__)
@@ -35,8 +35,6 @@ MEDIA_PIECE_BYTES = 1024 * 1024
 """Media of one step is sent in pieces of at most this size, so that a frame never nears gRPC's limit."""
 ABORT_TIMEOUT_S = 5.0
 """An engine that takes longer to forget a request hangs; the heartbeat will tell."""
-FLOW_CLAIM = "flow"
-"""Under this name a flow claims its chunks in the handle store: they do not expire while the flow lives."""
 
 
 class EventSink(Protocol):
@@ -60,58 +58,6 @@ class EventSink(Protocol):
         ...
 
 
-class _EdgeWriter:
-    """One edge out of a call."""
-
-    def __init__(
-        self, parts: WorkerParts, call: stage_service_pb2.StageCall, output: stage_service_pb2.EdgeOutput
-    ) -> None:
-        self.to_stage = output.to_stage
-        self.handles: list[transfer_pb2.TransferHandle] = []
-        self.outbox: Outbox | None = None
-        self._connectors = parts.connectors
-        self._kind = output.connector or "auto"
-        self._consumers = max(1, output.consumers)
-        self._edge = parts.edge(call, parts.stage.stage_id, output.to_stage)
-        self._cutter = text_cutter(output.chunk_by)
-        self._sequence = 0
-        if output.flow:
-            self.outbox = parts.flows.declare(self._edge)
-
-    async def write(self, output: EngineOutput) -> None:
-        if output.text:
-            for piece in self._cutter.feed(output.text):
-                await self._publish(Payload(text=piece))
-        if output.chunk is not None:
-            await self._publish(output.chunk)
-
-    async def end(self) -> None:
-        for piece in self._cutter.flush():
-            await self._publish(Payload(text=piece))
-
-    def free(self) -> None:
-        """Take back data that nobody was told of."""
-        for handle in self.handles:
-            self._connectors.store.release(handle.key, handle.token)
-        self.handles.clear()
-
-    async def _publish(self, payload: Payload) -> None:
-        outbox = self.outbox
-        if outbox is not None:
-            if outbox.full:
-                await outbox.room()
-            if not outbox.wanted:
-                return
-        key = edge_key(self._edge, self._sequence)
-        handle = await self._connectors.put(self._kind, key, self._edge, self._sequence, payload, self._consumers)
-        self._sequence += 1
-        if outbox is None:
-            self.handles.append(handle)
-        else:
-            self._connectors.store.claim(handle.key, handle.token, FLOW_CLAIM)
-            outbox.publish(handle)
-
-
 class CallRunner:
     """One call. Construction checks it and takes its place: raises ``InvalidRequestError``, ``AlreadyExistsError`` or
     ``UnavailableError``. Then ``run`` must be awaited, in a task of its own."""
@@ -128,17 +74,20 @@ class CallRunner:
         self._ending: OmniError | None = None
         self._task: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
-        self._edges: list[_EdgeWriter] = []
+        self._outputs: list[OutputGroup] = []
         self._inputs: dict[int, FlowReader | HandleReader] = {}
         parts.calls.add(self)
         try:
-            for output in call.outputs:
-                self._edges.append(_EdgeWriter(parts, call, output))
+            self._outputs = output_groups(parts, call.outputs)
+            for group in self._outputs:
+                group.declare(call)
         except OmniError as error:
             self._end_flows(error)
             parts.calls.remove(self)
             raise
-        self.outboxes = [edge.outbox for edge in self._edges if edge.outbox is not None]
+        self.outboxes = [outbox for group in self._outputs for outbox in group.outboxes]
+        for outbox in self.outboxes:
+            outbox.on_consumer_failure = self.abort
 
     def abort(self, error: OmniError) -> None:
         """End now; ``error`` is the last event. Idempotent; an ended call stays as it ended."""
@@ -211,8 +160,8 @@ class CallRunner:
                 await self._abort_in_engine(request.request_id)
         if self._finish is None:
             raise InternalError("the engine ended the request without saying why", reason="ENGINE_CONTRACT")
-        for edge in self._edges:
-            await edge.end()
+        for group in self._outputs:
+            await group.end()
 
     async def _abort_in_engine(self, request_id: str) -> None:
         try:
@@ -223,7 +172,7 @@ class CallRunner:
 
     async def _forward(self, outputs: AsyncIterator[EngineOutput]) -> None:
         """The loop that every token passes: nothing here may cost more than it must."""
-        progress, sink, edges, emit = self._parts.progress, self._sink, self._edges, self._call.emit_output
+        progress, sink, groups, emit = self._parts.progress, self._sink, self._outputs, self._call.emit_output
         async for output in outputs:
             progress.outputs += 1
             self.completion_tokens += len(output.token_ids)
@@ -234,8 +183,8 @@ class CallRunner:
                     await self._send_media(output)
                 elif output.text or output.media or output.token_ids:
                     _fill(sink.new_event(len(output.text) + len(output.media)), output, output.media)
-            for edge in edges:
-                await edge.write(output)
+            for group in groups:
+                await group.write(output)
             if output.finish is not None:
                 self._finish = output.finish
                 return
@@ -259,7 +208,10 @@ class CallRunner:
                 self._inputs[item.from_stage] = parts.links.open(item.flow, edge)
             else:
                 handles = list(item.handles.handles)
-                self._inputs[item.from_stage] = HandleReader(handles, parts.connectors.get, parts.releaser)
+                edge = parts.edge(call, item.from_stage, parts.stage.stage_id)
+                producer = replica_name(handles[0].owner) if handles else ""
+                reading = parts.reads.begin(edge, producer, len(handles))
+                self._inputs[item.from_stage] = HandleReader(handles, reading, parts.releaser)
 
     def _engine_request(self) -> EngineRequest:
         call, parts = self._call, self._parts
@@ -271,7 +223,7 @@ class CallRunner:
             sampling=sampling,
             speech=call.speech if call.HasField("speech") else prompt_pb2.SpeechOptions(),
             wants_output=call.emit_output,
-            downstream=[edge.to_stage for edge in self._edges],
+            downstream=[output.to_stage for output in call.outputs],
             trace_parent=call.traceparent,
         )
 
@@ -286,20 +238,22 @@ class CallRunner:
         return error
 
     def _end_flows(self, error: OmniError | None) -> None:
-        for edge in self._edges:
+        for group in self._outputs:
             if error is not None:
-                edge.free()
-            if edge.outbox is None:
-                continue
-            if error is None:
-                edge.outbox.finish()
-            elif isinstance(error, RequestCancelledError):
-                edge.outbox.discard(error)
-            else:
-                edge.outbox.fail(self._located(error))
+                group.free()
+            for outbox in group.outboxes:
+                outbox.on_consumer_failure = None  # the call is over: there is nothing to stop
+                if error is None:
+                    outbox.finish()
+                elif isinstance(error, RequestCancelledError):
+                    outbox.discard(error)
+                else:
+                    outbox.fail(self._located(error))
 
     def _last_event(self, error: OmniError | None) -> None:
-        handles = [(edge.to_stage, edge.handles) for edge in self._edges if edge.outbox is None]
+        handles = [
+            (to_stage, group.handles) for group in self._outputs if not group.flows for to_stage in group.to_stages
+        ]
         size_bytes = sum(len(h.inline.data) + 256 for _, found in handles for h in found)
         event = self._sink.new_event(size_bytes)
         if error is not None:

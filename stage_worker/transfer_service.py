@@ -9,7 +9,7 @@ from connectors.agreement import RankAgreement
 from connectors.handles import HandleStore
 from omni.v1 import transfer_service_pb2 as pb
 from omni.v1 import transfer_service_pb2_grpc as pb_grpc
-from omnicore.errors import InvalidRequestError
+from omnicore.errors import InvalidRequestError, from_status
 from omnicore.log import get_logger
 from omnicore.rpc import ServicerContext
 from stage_worker.flows import FlowTable
@@ -134,3 +134,5 @@ class TransferServicer(pb_grpc.TransferServiceServicer):
             self._flows.acknowledge(ack.edge, ack.sequence)
         for edge in request.cancels:
             self._flows.cancel(edge, subscription)
+        for failure in request.failures:
+            self._flows.consumer_failed(failure.edge, subscription, from_status(failure.error))

@@ -26,10 +26,11 @@ from omni.v1 import pipeline_pb2, stage_service_pb2_grpc, transfer_service_pb2_g
 from omni.v1 import registry_service_pb2 as registry_pb
 from omnicore import protocol, rpc
 from omnicore.clock import SYSTEM_CLOCK, Clock
-from omnicore.config import join_host_port
+from omnicore.config import join_host_port, split_host_port
 from omnicore.durations import to_duration
 from omnicore.errors import InternalError, OmniError, UnavailableError
 from omnicore.log import get_logger
+from omnicore.metrics_http import MetricsServer
 from omnicore.security import Security
 from stage_worker import address
 from stage_worker.calls import CallTable, WorkerParts
@@ -42,10 +43,11 @@ from stage_worker.flows import FlowTable
 from stage_worker.identity import Identity
 from stage_worker.links import PeerLinks
 from stage_worker.progress import LoadSource, Progress
+from stage_worker.reading import Reads
 from stage_worker.ready_inputs import Releaser
 from stage_worker.registrar import Registrar
-from stage_worker.runner import FLOW_CLAIM
 from stage_worker.stage_service import SessionSet, StageServicer
+from stage_worker.transfer_metrics import TransferMetrics
 from stage_worker.transfer_service import TransferServicer
 
 _log = get_logger(__name__)
@@ -104,6 +106,9 @@ class Worker:
         )
         self.agreement = RankAgreement(clock)
         self.transfer = TransferServicer(self.identity, connectors.store, self.parts.flows, self.agreement)
+        self.metrics_address = ""
+        """Of GET /metrics, "host:port"; empty: not served."""
+        self._metrics = MetricsServer(self.parts.metrics.scrape)
         self._kv_layout = ""
         self._server: rpc.RunningServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -119,21 +124,27 @@ class Worker:
             clock=clock,
             options=_connector_options(pipeline, stage),
         )
+        flows = FlowTable(connectors.store.release, clock, open_wait_s=config.flow_open_timeout_s)
+        metrics = TransferMetrics(pipeline.name, connectors.usages, lambda: len(flows))
+        connectors.store.on_freed = metrics.freed
+        reads = Reads(
+            connectors.get,
+            metrics,
+            [edge for edge in pipeline.edges if edge.to_stage == stage.stage_id],
+            chunk_timeout_s=config.chunk_timeout_s,
+            locate=self.identity.locate,
+        )
         return WorkerParts(
             identity=self.identity,
             pipeline=pipeline,
             stage=stage,
             engine=engine,
             connectors=connectors,
-            flows=FlowTable(
-                lambda key, token: connectors.store.release(key, token, FLOW_CLAIM),
-                clock,
-                open_wait_s=config.flow_open_timeout_s,
-            ),
-            links=PeerLinks(
-                lambda: self.identity.current, self.channels, connectors.get, chunk_timeout_s=config.chunk_timeout_s
-            ),
+            flows=flows,
+            links=PeerLinks(lambda: self.identity.current, self.channels, reads),
             releaser=Releaser(self.channels),
+            reads=reads,
+            metrics=metrics,
             progress=Progress(),
             calls=CallTable(self._on_calls_changed),
         )
@@ -155,6 +166,10 @@ class Worker:
         self.identity.endpoint = join_host_port(advertised, self._server.port)
         _log.info("listening", address=join_host_port(host, self._server.port), advertised=self.identity.endpoint)
         self._own(self._sweep(), "sweep")
+        if config.metrics:
+            metrics_host, metrics_port = split_host_port(config.metrics)
+            self.metrics_address = join_host_port(metrics_host, await self._metrics.start(metrics_host, metrics_port))
+            _log.info("metrics", address=self.metrics_address)
 
     async def join(self, deadline_s: float) -> None:
         """Claim as STARTING and beat. Raises what the registry refuses with."""
@@ -254,6 +269,7 @@ class Worker:
         await self.parts.releaser.close()
         self.transfer.close()
         await self.parts.links.close()
+        await self._metrics.close()
         if self._server is not None:
             await self._server.stop(_STOP_GRACE_S)
         await self._cancel("sweep")

@@ -38,7 +38,8 @@ class Producer:
         self.clock = ManualClock()
         self.table = FlowTable(self._release, self.clock, open_wait_s=30, linger_s=60)
 
-    def _release(self, key: str, token: bytes) -> None:
+    def _release(self, key: str, token: bytes, claimant: str) -> None:
+        assert claimant == "flow-1"
         assert token == b"token-" + key.encode()
         self.released[key] += 1
 
