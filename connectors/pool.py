@@ -55,32 +55,23 @@ def fingerprint(handle: transfer_pb2.TransferHandle) -> bytes:
     """16 bytes over everything in a handle that says which bytes it means and how to read them.
 
     The token goes in as well, and cannot be found from the result."""
-    digest = hashlib.blake2b(digest_size=16)
-
-    def text(value: bytes | str) -> None:
-        raw = value if isinstance(value, bytes) else value.encode()
-        digest.update(len(raw).to_bytes(8, "little"))
-        digest.update(raw)
-
-    def numbers(*values: int) -> None:
-        digest.update(struct.pack(f"<{len(values) + 1}Q", len(values), *values))
-
-    text(handle.token)
-    text(handle.key)
     edge, owner = handle.edge, handle.owner
-    text(edge.request_id)
-    text(owner.stage.pipeline)
-    numbers(edge.attempt, edge.from_stage, edge.to_stage, handle.sequence, handle.size_bytes)
-    numbers(owner.stage.stage_id, owner.replica_id, owner.epoch, handle.shm.offset_bytes)
+    stage, tensors = owner.stage, handle.tensors
+    texts = [handle.token, handle.key.encode(), edge.request_id.encode(), stage.pipeline.encode()]
+    numbers = [edge.attempt, edge.from_stage, edge.to_stage, handle.sequence, handle.size_bytes]
+    numbers += (stage.stage_id, owner.replica_id, owner.epoch, handle.shm.offset_bytes, len(tensors))
     if handle.HasField("engine"):
-        text(handle.engine.connector)
-        text(handle.engine.session)
-        numbers(handle.engine.region_address, handle.engine.region_bytes, handle.engine.offset_bytes)
-    for spec in handle.tensors:
-        text(spec.name)
-        text(spec.dtype)
-        numbers(spec.offset_bytes, spec.size_bytes, *spec.shape)
-    return digest.digest()
+        engine = handle.engine
+        texts += (engine.connector.encode(), engine.session.encode())
+        numbers += (1, engine.region_address, engine.region_bytes, engine.offset_bytes)
+    for spec in tensors:
+        shape = spec.shape
+        texts += (spec.name.encode(), spec.dtype.encode())
+        numbers += (spec.offset_bytes, spec.size_bytes, len(shape), *shape)
+    numbers += map(len, texts)
+    # All counts come first, and each list of numbers says how long it is: no two handles give the same bytes.
+    counted = struct.pack(f"<{2 + len(numbers)}Q", len(texts), len(numbers), *numbers)
+    return hashlib.blake2b(counted + b"".join(texts), digest_size=16).digest()
 
 
 class PoolSlot:
