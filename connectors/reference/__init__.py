@@ -5,7 +5,18 @@ import the rest of ``connectors`` and nothing more. docs/reference-facade.md tel
 """
 
 from connectors.reference.base import OmniConnectorBase
-from connectors.reference.classes import GrpcConnector, SharedMemoryConnector
+from connectors.reference.classes import (
+    CudaIpcConnector,
+    GrpcConnector,
+    MooncakeConnector,
+    MooncakeStoreConnector,
+    MooncakeTransferEngineConnector,
+    MoriTransferEngineConnector,
+    NixlConnector,
+    SharedMemoryConnector,
+    YuanrongConnector,
+    YuanrongTransferEngineConnector,
+)
 from connectors.reference.factory import OmniConnectorFactory
 from connectors.reference.load import TransferConfigError, load_omni_transfer_config
 from connectors.reference.received import ManagedBuffer
@@ -14,13 +25,21 @@ from connectors.reference.stages import get_connectors_config_for_stage, resolve
 
 __all__ = [
     "ConnectorSpec",
+    "CudaIpcConnector",
     "GrpcConnector",
     "ManagedBuffer",
+    "MooncakeConnector",
+    "MooncakeStoreConnector",
+    "MooncakeTransferEngineConnector",
+    "MoriTransferEngineConnector",
+    "NixlConnector",
     "OmniConnectorBase",
     "OmniConnectorFactory",
     "OmniTransferConfig",
     "SharedMemoryConnector",
     "TransferConfigError",
+    "YuanrongConnector",
+    "YuanrongTransferEngineConnector",
     "get_connectors_config_for_stage",
     "load_omni_transfer_config",
     "resolve_connector_spec",

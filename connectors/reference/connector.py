@@ -59,7 +59,7 @@ class CoreConnector(OmniConnectorBase):
         self.role = self._role(str(self.values["role"]))
         self.can_put = self.role != "receiver"
         self.stage_id: int = self.values["stage_id"]
-        self.host = resolve_host(str(self.values.get("host", self.default_host)))
+        self.host = self._own_host()
         self._secret = str(self.values["secret"]).encode()
         self._timeout_s: float = self.values["get_timeout_s"]
         self._senders = Senders()
@@ -73,7 +73,10 @@ class CoreConnector(OmniConnectorBase):
             self._loop.run(self._start(), _START_S)
         except BaseException:
             self._closed = True
-            self._loop.release()
+            try:
+                self._loop.run(self._stop(), _END_S)
+            finally:
+                self._loop.release()
             raise
         self._finalizer = weakref.finalize(self, _forgotten, type(self).__name__, self._loop, self._node)
         self._finalizer.atexit = False
@@ -167,9 +170,8 @@ class CoreConnector(OmniConnectorBase):
             self._closed = True
         self._finalizer.detach()
         try:
-            self._loop.run(self._node.close(), _END_S)
+            self._loop.run(self._stop(), _END_S)
         finally:
-            self._stopped()
             self._loop.release()
 
     # --- of the reference, beside its base --------------------------------------------------------------------------
@@ -198,6 +200,10 @@ class CoreConnector(OmniConnectorBase):
             return given if self.needs_role else "dual"
         return "dual" if given or not self.needs_role else "sender"
 
+    def _own_host(self) -> str:
+        """The address of this host at which peers reach it."""
+        return resolve_host(str(self.values.get("host", self.default_host)))
+
     def _node_options(self, core: Mapping[str, JsonValue]) -> NodeOptions:
         return NodeOptions(
             kind=self.kind,
@@ -214,8 +220,8 @@ class CoreConnector(OmniConnectorBase):
     async def _start(self) -> None:
         await self._node.start()
 
-    def _stopped(self) -> None:
-        """The connector is closed."""
+    async def _stop(self) -> None:
+        await self._node.close()
 
     async def _publish(
         self, key: str, edge: transfer_pb2.EdgeRef, payload: Payload, consumers: int

@@ -41,17 +41,13 @@ class HostConnector(CoreConnector):
         self._meeting = Rendezvous(directory, namespace)
         await super()._start()
 
-    def _stopped(self) -> None:
+    async def _stop(self) -> None:
         if self._meeting is not None:
             self._meeting.close()
+        await super()._stop()
 
     def _told(self, metadata: object, plain_key: str, key: str) -> meta.Told:
-        if isinstance(metadata, Mapping):
-            inner = metadata.get(plain_key)
-            fields = inner if isinstance(inner, Mapping) else metadata
-            if meta.HANDLE in fields:
-                return meta.parse(fields, plain_key, key)
-        return meta.Told()
+        return meta.handle_only(metadata, plain_key, key)
 
     async def _publish(
         self, key: str, edge: transfer_pb2.EdgeRef, payload: Payload, consumers: int
