@@ -41,6 +41,7 @@ from pathlib import Path
 from bench import harness, transfer_report
 from bench.transfer_paths import Contender, Pair, UnavailableHereError, contenders
 from bench.transfer_report import Cell, Figures
+from bench.transfer_services import Services
 
 SIZES = ("4KiB", "64KiB", "1MiB", "16MiB", "64MB", "256MiB", "440MB")
 QUICK_SIZES = ("4KiB", "1MiB", "16MiB")
@@ -71,14 +72,19 @@ def size_bytes(label: str) -> int:
 
 
 async def start(
-    wanted: Sequence[Contender], run_dir: Path, peer_python: str, largest: int
+    wanted: Sequence[Contender], run_dir: Path, peer_python: str, services: Services, largest: int
 ) -> tuple[list[Pair], dict[str, str]]:
     """Both processes of every path, one path after the other; and why some cannot be."""
     pairs: list[Pair] = []
     absent: dict[str, str] = {}
     for contender in wanted:
         print(f"starting {contender.label}", file=sys.stderr)
-        pair = Pair(contender, run_dir, peer_python, largest)
+        try:
+            options = services.options(contender.name) if contender.family == "ours" else {}
+        except RuntimeError as error:
+            absent[contender.label] = str(error)
+            continue
+        pair = Pair(contender, run_dir, peer_python, largest, options)
         try:
             await pair.start()
             pairs.append(pair)
@@ -124,7 +130,9 @@ async def run(
     """All of it: figures by path and size, why paths are missing, and how quiet it was."""
     async with contextlib.AsyncExitStack() as stack:
         run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="omniplane-bench-")))
-        pairs, absent = await start(wanted, run_dir, peer_python, max(sizes.values()))
+        services = Services(max(sizes.values()))
+        stack.callback(services.close)
+        pairs, absent = await start(wanted, run_dir, peer_python, services, max(sizes.values()))
         for pair in pairs:
             stack.push_async_callback(pair.close)
         figures, failed, noise = await measure(pairs, sizes, rounds)

@@ -1,11 +1,12 @@
 """One end of one path of ``bench.transfer``, as a process.
 
-python -m bench.transfer_end produce|consume baseline|ours NAME MODE FD LARGEST
+python -m bench.transfer_end produce|consume baseline|ours NAME MODE FD LARGEST OPTIONS
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 
@@ -17,13 +18,13 @@ from omnicore import process
 from omnicore.log import setup_logging
 
 
-async def main(role: str, family: str, name: str, mode: str, fd: str, largest: str) -> None:
+async def main(role: str, family: str, name: str, mode: str, fd: str, largest: str, options: str) -> None:
     channel: Channel
     end: Producer | Consumer
     if family == "baseline":
         channel, end = BlockingChannel(int(fd)), transfer_baselines.make(name, role, int(largest))
     else:
-        channel, end = LoopChannel(int(fd)), transfer_ours.make(name, mode, role, int(largest))
+        channel, end = LoopChannel(int(fd)), transfer_ours.make(name, mode, role, json.loads(options))
     if isinstance(end, Producer):
         await transfer_wire.produce(channel, end)
     else:

@@ -25,8 +25,6 @@ from stage_worker.flows import FlowTable
 from stage_worker.identity import Identity
 from stage_worker.transfer_service import TransferServicer
 
-POOL_SLACK_BYTES = 16 << 20
-"""Of a pool that holds one payload: slot headers, trailers, alignment."""
 _HOST = "127.0.0.1"
 _SERVICE = "omni.v1.TransferService"
 
@@ -81,9 +79,8 @@ class Worker:
 class OurProducer(Producer):
     """``put`` of one tensor."""
 
-    def __init__(self, kind: str, mode: str, largest: int, options: Mapping[str, JsonValue]) -> None:
+    def __init__(self, kind: str, mode: str, options: Mapping[str, JsonValue]) -> None:
         self._kind, self._mode = kind, mode
-        self._largest = largest
         self._options = options
         self._worker: Worker | None = None
         self._handle = transfer_pb2.TransferHandle()
@@ -95,8 +92,7 @@ class OurProducer(Producer):
         return self._worker
 
     async def start(self) -> dict[str, Any]:
-        pool_bytes = self._largest + POOL_SLACK_BYTES if self._kind == "shm" else 0
-        self._worker = Worker(0, pool_bytes, {self._kind: self._options})
+        self._worker = Worker(0, 0, {self._kind: self._options})
         await self._worker.serve()
         return {}
 
@@ -114,7 +110,7 @@ class OurProducer(Producer):
 class OurConsumer(Consumer):
     """``get`` as views."""
 
-    def __init__(self, kind: str, mode: str, largest: int, options: Mapping[str, JsonValue]) -> None:
+    def __init__(self, kind: str, mode: str, options: Mapping[str, JsonValue]) -> None:
         self._kind, self._mode = kind, mode
         self._worker = Worker(1, 0, {kind: options})
         self._target = np.empty(0, np.uint8)
@@ -133,11 +129,8 @@ class OurConsumer(Consumer):
         self._target = np.empty(0, np.uint8)
 
 
-def make(kind: str, mode: str, role: str, largest: int) -> Producer | Consumer:
+def make(kind: str, mode: str, role: str, options: Mapping[str, JsonValue]) -> Producer | Consumer:
     """One end of a connector of ours."""
-    options: dict[str, JsonValue] = {}
-    if kind != "shm":
-        options["pool_bytes"] = largest + POOL_SLACK_BYTES
     if role == "produce":
-        return OurProducer(kind, mode, largest, options)
-    return OurConsumer(kind, mode, largest, options)
+        return OurProducer(kind, mode, options)
+    return OurConsumer(kind, mode, options)

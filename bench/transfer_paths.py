@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from bench.harness import Helper
+from connectors.payload import JsonValue
 from connectors.registry import list_connectors
 from omnicore import process
 
@@ -82,8 +85,16 @@ class UnavailableHereError(Exception):
 class Pair:
     """Producer and consumer of one path. Stopped between turns."""
 
-    def __init__(self, contender: Contender, run_dir: Path, peer_python: str, largest: int) -> None:
+    def __init__(
+        self,
+        contender: Contender,
+        run_dir: Path,
+        peer_python: str,
+        largest: int,
+        options: Mapping[str, Mapping[str, JsonValue]],
+    ) -> None:
         self.contender = contender
+        self._options = options
         self._log_path = run_dir / f"{contender.key}.log"
         self._log = self._log_path.open("wb")
         self._peer_port = str(_two_ports())
@@ -114,7 +125,8 @@ class Pair:
             arguments = [role, contender.name, str(fd), self._peer_port, str(largest)]
         else:
             python, module = sys.executable, "bench.transfer_end"
-            arguments = [role, contender.family, contender.name, contender.mode, str(fd), str(largest)]
+            options = json.dumps({**self._options.get("both", {}), **self._options.get(role, {})})
+            arguments = [role, contender.family, contender.name, contender.mode, str(fd), str(largest), options]
         return process.dying_with_parent([python, "-m", module, *arguments], signal.SIGKILL)
 
     async def start(self) -> None:
