@@ -14,6 +14,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from connectors.payload import Payload
+from connectors.targets import Into
 from omni.v1 import transfer_pb2, types_pb2
 
 
@@ -34,6 +35,13 @@ class Connector(Protocol):
         """Read the payload behind ``handle``. Its tensors are views, valid inside the context; leaving it does not
         release the handle at its owner. Raises ``NotFoundError`` (released or expired), ``FailedPreconditionError``
         (older epoch, other host), ``DataLossError`` (length or checksum), ``UnavailableError`` (owner gone)."""
+        ...
+
+    async def get_into(self, handle: transfer_pb2.TransferHandle, into: Into, /) -> None:
+        """Read the payload behind ``handle`` into memory of the caller: see ``targets.Into``. Raises as ``get``, and
+        ``InvalidRequestError`` naming what does not fit; then nothing was written. After other errors, anything may
+        have been written, but nothing is written any more: where that takes longer than the error, it waits. Metadata
+        is in the handle."""
         ...
 
     def release(self, key: str, token: bytes) -> bool:

@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from connectors.base import ByteFetcher, Connector, ConnectorUsage
 from connectors.handles import DEFAULT_TTL_S, HandleStore
 from connectors.payload import JsonValue, Payload
-from connectors.publish import Usage, read_inline
+from connectors.publish import Usage, fill_inline, read_inline
 from connectors.registry import ConnectorContext, create_connector
 from connectors.shm import DEFAULT_POOL_BYTES
+from connectors.targets import Into
 from omni.v1 import transfer_pb2, types_pb2
 from omnicore import errors
 from omnicore.clock import SYSTEM_CLOCK, Clock
@@ -94,13 +95,7 @@ class ConnectorSet:
         if backend == "inline":
             yield read_inline(handle)
             return
-        kind = _reader_of(handle)
-        if kind not in self._connectors:
-            raise errors.UnimplementedError(
-                f"handle {handle.key!r} has backend {backend}, this worker reads: inline, {', '.join(_READER_OF)}",
-                reason="UNKNOWN_BACKEND",
-                metadata={"key": handle.key, "backend": backend},
-            )
+        kind = self._reader(handle)
         async with contextlib.AsyncExitStack() as stack:
             try:
                 payload = await stack.enter_async_context(self._connectors[kind].get(handle))
@@ -110,6 +105,20 @@ class ConnectorSet:
                 self._say_fetching(handle, error)
                 payload = await stack.enter_async_context(self._connectors["grpc"].get(handle))
             yield payload
+
+    async def get_into(self, handle: transfer_pb2.TransferHandle, into: Into) -> None:
+        """Read a payload into memory of the caller; see ``Connector.get_into``. Raises also as ``get``."""
+        if handle.WhichOneof("backend") == "inline":
+            fill_inline(handle, into)
+            return
+        kind = self._reader(handle)
+        try:
+            await self._connectors[kind].get_into(handle, into)
+        except (errors.FailedPreconditionError, errors.UnavailableError) as error:
+            if kind == "grpc" or error.reason not in _FETCH_INSTEAD:
+                raise
+            self._say_fetching(handle, error)
+            await self._connectors["grpc"].get_into(handle, into)
 
     def offers(self) -> Sequence[types_pb2.ConnectorOffer]:
         """What to register, best first."""
@@ -136,6 +145,17 @@ class ConnectorSet:
         self.store.close()
         for connector in self._connectors.values():
             await connector.close()
+
+    def _reader(self, handle: transfer_pb2.TransferHandle) -> str:
+        kind = _reader_of(handle)
+        if kind not in self._connectors:
+            backend = handle.WhichOneof("backend")
+            raise errors.UnimplementedError(
+                f"handle {handle.key!r} has backend {backend}, this worker reads: inline, {', '.join(_READER_OF)}",
+                reason="UNKNOWN_BACKEND",
+                metadata={"key": handle.key, "backend": backend},
+            )
+        return kind
 
     def _say_fetching(self, handle: transfer_pb2.TransferHandle, error: errors.OmniError) -> None:
         if handle.owner_endpoint not in self._fetching_from:

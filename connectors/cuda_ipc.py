@@ -25,6 +25,7 @@ from connectors.handles import HandleStore, Reservation
 from connectors.options import CudaIpcOptions
 from connectors.payload import Payload
 from connectors.space import HeapSpace, Space
+from connectors.targets import Into
 from connectors.torch_tensors import DeviceTensor, as_torch, load_torch, torch_dtype
 from omni.v1 import transfer_pb2, types_pb2
 from omnicore import errors
@@ -109,10 +110,12 @@ class CudaIpcConnector:
                 await self._settle()
             reading.check_intact()
 
-    async def get_into(self, handle: transfer_pb2.TransferHandle, targets: Mapping[str, Any]) -> None:
+    async def get_into(self, handle: transfer_pb2.TransferHandle, targets: Into, /) -> None:
         """Copy each tensor of ``handle`` into the tensor of that name in ``targets`` (torch, of any device, same shape
         and type), behind what the caller's current stream was given. Raises as ``get``, and ``InvalidRequestError`` for
         targets that do not fit; then nothing was copied."""
+        if isinstance(targets, memoryview):
+            raise errors.InvalidRequestError.field("into", "device memory is read into tensors, by their names")
         async with self.get(handle) as payload:
             pairs = [(target, payload.tensors.get(name)) for name, target in targets.items()]
             for name, (target, source) in zip(targets, pairs, strict=True):

@@ -14,6 +14,7 @@ from connectors.handles import HandleStore
 from connectors.options import GrpcOptions
 from connectors.payload import Payload
 from connectors.space import HeapSpace
+from connectors.targets import Into, checked
 from omni.v1 import transfer_pb2, types_pb2
 from omnicore import errors
 
@@ -51,8 +52,7 @@ class GrpcConnector:
     @contextlib.asynccontextmanager
     async def get(self, handle: transfer_pb2.TransferHandle) -> AsyncIterator[Payload]:
         """See ``Connector.get``. The payload is a copy: it stays valid after the context as well."""
-        if self._closed:
-            raise errors.UnavailableError(f"connector {self.kind!r} is closed", reason="CONNECTOR_CLOSED")
+        self._check_open()
         if handle.WhichOneof("backend") == "inline":
             yield publish.read_inline(handle)
             return
@@ -62,6 +62,22 @@ class GrpcConnector:
         with times.phase("sync"):
             await publish.verify(handle, data)
         yield codec.decode(handle, data)
+
+    async def get_into(self, handle: transfer_pb2.TransferHandle, into: Into, /) -> None:
+        """See ``Connector.get_into``."""
+        self._check_open()
+        if handle.WhichOneof("backend") == "inline":
+            publish.fill_inline(handle, into)
+            return
+        targets = checked(handle, into)
+        times.read_by(self.kind, zero_copy=False)
+        whole = targets.whole
+        data = await self._fetch(handle, whole)
+        with times.phase("sync"):
+            if whole is None:
+                await publish.fill(handle, targets, data)
+            else:
+                await publish.verify(handle, data)
 
     def release(self, key: str, token: bytes) -> bool:
         """See ``Connector.release``."""
@@ -91,7 +107,11 @@ class GrpcConnector:
         self._store.free_kind(self.kind)
         self._publisher.close()
 
-    async def _fetch(self, handle: transfer_pb2.TransferHandle) -> memoryview:
+    def _check_open(self) -> None:
+        if self._closed:
+            raise errors.UnavailableError(f"connector {self.kind!r} is closed", reason="CONNECTOR_CLOSED")
+
+    async def _fetch(self, handle: transfer_pb2.TransferHandle, into: memoryview | None = None) -> memoryview:
         size = handle.size_bytes
         if size > self._max_fetch_bytes:
             raise errors.ResourceExhaustedError(
@@ -101,7 +121,7 @@ class GrpcConnector:
             )
         try:
             with times.phase("alloc"):
-                target = np.empty(size, np.uint8).data
+                target = np.empty(size, np.uint8).data if into is None else into
         except MemoryError:
             raise errors.ResourceExhaustedError(
                 f"no memory for the {size} bytes of {handle.key!r}", reason="HOST_MEMORY", metadata={"size_bytes": size}

@@ -32,6 +32,7 @@ from connectors.space import SpaceQueue
 from connectors.stores.base import ObjectStore, OpenObject
 from connectors.stores.quota import Quota
 from connectors.stores.removal import Remover
+from connectors.targets import Into, checked
 from omni.v1 import transfer_pb2, types_pb2
 from omnicore import errors
 from omnicore.log import get_logger
@@ -39,7 +40,8 @@ from omnicore.log import get_logger
 T = TypeVar("T")
 _log = get_logger(__name__)
 
-_CLOSE_WAIT_S = 5.0  # for calls under way, and again for what is to be removed
+# For calls under way, and again for what is to be removed; less where the store is away.
+_CLOSE_WAIT_S, _CLOSE_WAIT_UNHEALTHY_S = 5.0, 0.5
 _PROBE_EVERY_S = 5.0
 _FULL_PAUSE_S = (0.02, 0.5)  # between attempts to put into a full store: at first, at most
 
@@ -101,21 +103,25 @@ class ObjectStoreConnector:
     async def get(self, handle: transfer_pb2.TransferHandle) -> AsyncIterator[Payload]:
         """See ``Connector.get``. Nothing that happens to the object meanwhile changes the data."""
         self._check_open()
-        backend = handle.WhichOneof("backend")
-        if backend == "inline":
+        if handle.WhichOneof("backend") == "inline":
             yield publish.read_inline(handle)
             return
-        if backend != "store" or handle.store.connector != self.kind:
-            found = f"store {handle.store.connector}" if backend == "store" else backend
-            raise errors.FailedPreconditionError(
-                f"handle {handle.key!r} has backend {found}; connector {self.kind!r} reads its own and inline",
-                reason="OTHER_BACKEND",
-                metadata={"key": handle.key, "backend": backend},
-            )
+        self._check_backend(handle)
         async with self._opened(handle) as data:
             payload = codec.decode(handle, data)
             await publish.verify(handle, data)
             yield payload
+
+    async def get_into(self, handle: transfer_pb2.TransferHandle, into: Into, /) -> None:
+        """See ``Connector.get_into``."""
+        self._check_open()
+        if handle.WhichOneof("backend") == "inline":
+            publish.fill_inline(handle, into)
+            return
+        self._check_backend(handle)
+        targets = checked(handle, into)
+        async with self._opened(handle) as data:
+            await publish.fill(handle, targets, data)
 
     def release(self, key: str, token: bytes) -> bool:
         """See ``Connector.release``."""
@@ -152,12 +158,13 @@ class ObjectStoreConnector:
         self._closed = True
         self._store.free_kind(self.kind)
         self._room.close()
+        wait_s = _CLOSE_WAIT_S if self._healthy else _CLOSE_WAIT_UNHEALTHY_S
         if self._calls:
-            await asyncio.wait(self._calls, timeout=_CLOSE_WAIT_S)
-        await asyncio.to_thread(self._end)
+            await asyncio.wait(self._calls, timeout=wait_s)
+        await asyncio.to_thread(self._end, wait_s)
 
-    def _end(self) -> None:
-        self._remover.close(_CLOSE_WAIT_S)
+    def _end(self, wait_s: float) -> None:
+        self._remover.close(wait_s)
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._objects.close()
         _log.info("connector closed", connector=self.kind, left_in_store=self._remover.left_behind)
@@ -213,6 +220,16 @@ class ObjectStoreConnector:
 
         self._objects.put(key, object_bytes(size), fill)
         return crc32
+
+    def _check_backend(self, handle: transfer_pb2.TransferHandle) -> None:
+        backend = handle.WhichOneof("backend")
+        if backend != "store" or handle.store.connector != self.kind:
+            found = f"store {handle.store.connector}" if backend == "store" else backend
+            raise errors.FailedPreconditionError(
+                f"handle {handle.key!r} has backend {found}; connector {self.kind!r} reads its own and inline",
+                reason="OTHER_BACKEND",
+                metadata={"key": handle.key, "backend": backend},
+            )
 
     # --- get --------------------------------------------------------------------------------------------------------
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-from connectors import codec, publish
-from connectors.engines.base import Piece, RemoteRegion, TransferEngine
+import numpy as np
+
+from connectors import codec, publish, times
+from connectors.engines.base import LocalRegion, Piece, RemoteRegion, TransferEngine
 from connectors.engines.descriptor import MAX_DESCRIPTOR_BYTES
 from connectors.handles import HandleStore
 from connectors.lanes import Lane
@@ -23,6 +25,8 @@ from connectors.options import OneSidedOptions
 from connectors.payload import Payload
 from connectors.registered_space import TRAILER, RegisteredSlot, RegisteredSpace, expected_trailer, extent_bytes
 from connectors.space import HeapSpace, Space, SpaceQueue
+from connectors.targets import Into, Place, Targets
+from connectors.waiting import to_the_end
 from omni.v1 import transfer_pb2, types_pb2
 from omnicore import errors
 from omnicore.log import get_logger
@@ -31,6 +35,7 @@ _log = get_logger(__name__)
 
 _MAX_SESSION_BYTES = 255
 _MAX_ADDRESS = 2**63  # user space ends below, on every machine there is
+_DIRECT_BYTES = 256 * 1024  # below, a copy takes less time than asking for the trailer twice
 _CLOSE_WAIT_S = 15.0
 """Engines take a second to close, and may have to wait for a read of a peer that stands still. After this the rest of
 it happens in the background."""
@@ -61,6 +66,7 @@ class OneSidedConnector:
         self._store = store
         self._engine = engine
         self._spaces: list[RegisteredSpace] = []
+        self._registered: list[LocalRegion] = []
         try:
             self._publisher = publish.Publisher(
                 kind,
@@ -93,13 +99,43 @@ class OneSidedConnector:
             yield publish.read_inline(handle)
             return
         remote = check_handle(handle, self.kind)
-        slot, release = await self._take_room(handle.size_bytes)
-        await self._fill(handle, remote, slot, release)
+        times.read_by(self.kind, zero_copy=False)
+        async with self._received(handle, remote) as data:
+            with times.phase("sync"):
+                await publish.verify(handle, data)
+            yield codec.decode(handle, data)
+
+    async def get_into(self, handle: transfer_pb2.TransferHandle, into: Into, /) -> None:
+        """See ``Connector.get_into``. Large payloads arrive where they should be, without a copy, if that is registered
+        memory (``registered``) or the engine does not need it to be."""
+        self._check_open()
+        if handle.WhichOneof("backend") == "inline":
+            publish.fill_inline(handle, into)
+            return
+        remote = check_handle(handle, self.kind)
+        targets = Targets(handle, into)
+        times.read_by(self.kind, zero_copy=False)
+        places = self._reachable(handle, targets)
+        if places is not None:
+            await self._read_directly(handle, remote, targets, places)
+            return
+        async with self._received(handle, remote) as data:
+            with times.phase("sync"):
+                await publish.fill(handle, targets, data)
+
+    @contextlib.contextmanager
+    def registered(self, memory: memoryview, device: str = "cpu") -> Iterator[None]:
+        """Inside the block, ``get_into`` can read into ``memory``, which is contiguous, without a copy. It must not
+        overlap other registered memory. Raises ``FailedPreconditionError`` if the engine refuses it."""
+        self._check_open()
+        address = int(np.frombuffer(memory, np.uint8).ctypes.data)
+        region = self._engine.register(address, memory.nbytes, device)
+        self._registered.append(region)
         try:
-            await publish.verify(handle, slot.view)
-            yield codec.decode(handle, slot.view)
+            yield
         finally:
-            release()
+            self._registered.remove(region)
+            self._engine.unregister(region)
 
     def release(self, key: str, token: bytes) -> bool:
         """See ``Connector.release``."""
@@ -166,29 +202,82 @@ class OneSidedConnector:
         assert isinstance(slot, RegisteredSlot)
         return slot, self._queue.releaser(slot)
 
-    async def _fill(
-        self,
-        handle: transfer_pb2.TransferHandle,
-        remote: RemoteRegion,
-        slot: RegisteredSlot,
-        release: Callable[[], None],
+    @contextlib.asynccontextmanager
+    async def _received(self, handle: transfer_pb2.TransferHandle, remote: RemoteRegion) -> AsyncIterator[memoryview]:
+        """The bytes of ``handle``, which were valid when they were read, in memory of the receive pool."""
+        with times.phase("alloc"):
+            slot, release = await self._take_room(handle.size_bytes)
+        expected = b""
+
+        def expect() -> None:
+            nonlocal expected
+            expected = expected_trailer(handle)
+
+        piece = Piece(slot.address, handle.engine.offset_bytes, extent_bytes(handle.size_bytes))
+        with times.phase("read"):
+            # If it fails, the slot goes back when that is safe, not now.
+            await self._reader.read(remote, [piece], release, expect)
+        try:
+            if slot.trailer != expected:
+                raise _released(handle)
+            # Where bytes come in any order, the trailer may have been copied before the data was. If it is still valid
+            # now, the data was, then.
+            if not self._engine.ordered and not await self._valid(handle, remote, expected):
+                raise _released_while_read(handle)
+            yield slot.view
+        finally:
+            release()
+
+    def _reachable(self, handle: transfer_pb2.TransferHandle, targets: Targets) -> list[Place] | None:
+        """Where the engine itself can put the data; None if it has to be copied there."""
+        if handle.size_bytes < _DIRECT_BYTES or (handle.HasField("crc32") and targets.whole is None):
+            return None
+        places = targets.places()
+        # Not all engines have an opinion on it: those do not.
+        if places and not getattr(self._engine, "takes_unregistered", False):
+            for place in places:
+                if not any(_inside(place, region) for region in self._registered):
+                    return None
+        return places
+
+    async def _read_directly(
+        self, handle: transfer_pb2.TransferHandle, remote: RemoteRegion, targets: Targets, places: Sequence[Place]
     ) -> None:
-        """Read data and trailer into ``slot``. When this raises, the slot is given back when that is safe."""
-        start, size_bytes = handle.engine.offset_bytes, extent_bytes(handle.size_bytes)
-        await self._reader.read(remote, [Piece(slot.address, start, size_bytes)], release)
         expected = expected_trailer(handle)
-        if slot.trailer != expected:
+        with times.phase("read"):
+            # Before anything is written there, and before a peer is met in a call that cannot be given up.
+            if not await self._valid(handle, remote, expected):
+                raise _released(handle)
+            start = handle.engine.offset_bytes
+            pieces = [Piece(place.address, start + place.offset_bytes, place.size_bytes) for place in places]
+            loop = asyncio.get_running_loop()
+            over: asyncio.Future[None] = loop.create_future()
+
+            def give_back() -> None:
+                loop.call_soon_threadsafe(over.set_result, None)
+
+            try:
+                if pieces:
+                    await self._reader.read(remote, pieces, give_back)
+            except BaseException:
+                await to_the_end(over)  # the memory is the caller's again when this raises
+                raise
+            if not await self._valid(handle, remote, expected):
+                raise _released_while_read(handle)
+        whole = targets.whole
+        if whole is not None:
+            with times.phase("sync"):
+                await publish.verify(handle, whole)
+
+    async def _valid(self, handle: transfer_pb2.TransferHandle, remote: RemoteRegion, expected: bytes) -> bool:
+        """The trailer of ``handle``, read now, is as expected."""
+        slot, release = await self._take_room(TRAILER.size)
+        at = handle.engine.offset_bytes + codec.aligned(handle.size_bytes)
+        await self._reader.read(remote, [Piece(slot.address, at, TRAILER.size)], release)
+        try:
+            return slot.view == expected
+        finally:
             release()
-            raise _released(handle)
-        if self._engine.ordered:
-            return
-        # The trailer may have been copied before the data was. If it is still valid now, the data was, then.
-        slot.trailer[:] = bytes(TRAILER.size)
-        before = size_bytes - TRAILER.size
-        await self._reader.read(remote, [Piece(slot.address + before, start + before, TRAILER.size)], release)
-        if slot.trailer != expected:
-            release()
-            raise _released_while_read(handle)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -222,6 +311,10 @@ def check_handle(handle: transfer_pb2.TransferHandle, kind: str) -> RemoteRegion
     if offset % codec.ALIGNMENT or offset > region_bytes or extent_bytes(handle.size_bytes) > region_bytes - offset:
         raise _bad(handle, f"points outside its region: {handle.size_bytes} bytes at {offset} of {region_bytes}")
     return RemoteRegion(engine.session, engine.engine, engine.region, address, region_bytes)
+
+
+def _inside(place: Place, region: LocalRegion) -> bool:
+    return region.address <= place.address and place.address + place.size_bytes <= region.address + region.size_bytes
 
 
 def _bad(handle: transfer_pb2.TransferHandle, why: str) -> errors.DataLossError:

@@ -40,6 +40,39 @@ class ReaderStats:
     fences: int
 
 
+def _nothing() -> None:
+    """There is nothing to do meanwhile."""
+
+
+class _Returning:
+    """An awaitable in the block: ``future`` has returned, or the time is up. As ``asyncio.wait``, which takes as long
+    as a small read does."""
+
+    def __init__(self, future: concurrent.futures.Future[None], timeout_s: float) -> None:
+        self._future = future
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] = self._loop.create_future()
+
+    def __enter__(self) -> asyncio.Future[None]:
+        self._timer = self._loop.call_later(self._timeout_s, self._wake)
+        self._future.add_done_callback(self._returned)
+        return self._waiter
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        self._waiter.cancel()
+
+    def _returned(self, _: object) -> None:
+        if not self._waiter.done():
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+                self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        if not self._waiter.done():
+            self._waiter.set_result(None)
+
+
 class _Peer:
     def __init__(self, remote: RemoteRegion) -> None:
         self.remote = remote
@@ -68,37 +101,44 @@ class Reader:
         self._quarantine = _Quarantine(kind, engine)
         self._failures = 0
 
-    async def read(self, remote: RemoteRegion, pieces: Sequence[Piece], give_back: Callable[[], None]) -> None:
-        """Copy ``pieces`` from a peer. When this raises, ``give_back`` is called as soon as nothing can be written to
-        local memory any more, be it long after; when it returns, the memory is the caller's. Raises
-        ``TransferFailedError``, ``UnavailableError`` TRANSFER_TIMEOUT when the time is up, and what the engine says
-        about a handle that it does not understand."""
+    async def read(
+        self,
+        remote: RemoteRegion,
+        pieces: Sequence[Piece],
+        give_back: Callable[[], None],
+        meanwhile: Callable[[], None] = _nothing,
+    ) -> None:
+        """Copy ``pieces`` from a peer; ``meanwhile`` is done on their way. When this raises, ``give_back`` is called
+        as soon as nothing can be written to local memory any more, be it long after; when it returns, the memory is the
+        caller's. Raises ``TransferFailedError``, ``UnavailableError`` TRANSFER_TIMEOUT when the time is up, and what
+        the engine says about a handle that it does not understand."""
         deadline_s = time.monotonic() + self._timeout_s
         size_bytes = sum(piece.size_bytes for piece in pieces)
         peer = self._peer(remote)
         lane = peer.bulk if size_bytes >= BULK_BYTES else peer.small
-        future = lane.submit(
-            lambda: self._engine.read(remote, pieces, max(0.001, deadline_s - time.monotonic())),
-        )
-        waiting = asyncio.wrap_future(future)
+        future = lane.submit(lambda: self._engine.read(remote, pieces, max(0.001, deadline_s - time.monotonic())))
         try:
-            await asyncio.wait({waiting}, timeout=self._timeout_s)
-        except asyncio.CancelledError:
-            self._abandon(waiting, future, size_bytes, give_back)
+            with _Returning(future, self._timeout_s) as returned:
+                meanwhile()
+                await returned
+        except BaseException:
+            future.cancel()  # if it has not begun
+            self._quarantine.settle(future, size_bytes, give_back)
             raise
-        if not waiting.done():
-            self._abandon(waiting, future, size_bytes, give_back)
-            self._note_failure(peer, remote, "TRANSFER_TIMEOUT", "the time is up")
+        if not future.done():
+            future.cancel()
+            self._quarantine.settle(future, size_bytes, give_back)
+            self._note_failure(peer, "TRANSFER_TIMEOUT", "the time is up")
             raise errors.UnavailableError(
                 f"{remote.session} did not give {size_bytes} bytes in {self._timeout_s:g} s",
                 reason="TRANSFER_TIMEOUT",
                 metadata={"connector": self._kind, "session": remote.session, "size_bytes": size_bytes},
             )
-        error = waiting.exception()
+        error = future.exception()
         if error is not None:
             self._quarantine.settle(future, size_bytes, give_back)
             reason = error.reason if isinstance(error, errors.OmniError) else type(error).__name__
-            self._note_failure(peer, remote, reason, str(error))
+            self._note_failure(peer, reason, str(error))
             raise error
 
     def sweep(self) -> int:
@@ -137,22 +177,11 @@ class Reader:
         peer.used_s = time.monotonic()
         return peer
 
-    def _abandon(
-        self,
-        waiting: asyncio.Future[None],
-        future: concurrent.futures.Future[None],
-        size_bytes: int,
-        give_back: Callable[[], None],
-    ) -> None:
-        waiting.cancel()  # and with it what has not begun
-        waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
-        future.cancel()
-        self._quarantine.settle(future, size_bytes, give_back)
-
-    def _note_failure(self, peer: _Peer, remote: RemoteRegion, reason: str, detail: str) -> None:
+    def _note_failure(self, peer: _Peer, reason: str, detail: str) -> None:
         peer.failed = True
         self._failures += 1
-        _log.warning("transfer failed", connector=self._kind, session=remote.session, reason=reason, detail=detail)
+        session = peer.remote.session
+        _log.warning("transfer failed", connector=self._kind, session=session, reason=reason, detail=detail)
 
     def _forget(self, remote: RemoteRegion) -> None:
         try:

@@ -12,6 +12,8 @@ from connectors import codec
 from connectors.handles import HandleStore, Reservation
 from connectors.payload import Payload
 from connectors.space import Slot, Space, SpaceQueue
+from connectors.targets import Into, Targets, checked
+from connectors.waiting import to_the_end
 from omni.v1 import transfer_pb2
 from omnicore import errors
 
@@ -125,6 +127,23 @@ async def verify(handle: transfer_pb2.TransferHandle, data: memoryview) -> None:
     """Check the checksum, if the handle has one, without holding up the event loop. Raises ``DataLossError``."""
     if handle.HasField("crc32"):
         await _offloaded(handle.size_bytes, lambda: codec.check_checksum(handle, data))
+
+
+def fill_inline(handle: transfer_pb2.TransferHandle, into: Into) -> None:
+    """``Connector.get_into`` for a handle that carries its data itself."""
+    targets = checked(handle, into)
+    read_inline(handle)  # all of it is good, or an error
+    targets.fill(memoryview(handle.text.encode() if handle.HasField("text") else handle.inline.data))
+
+
+async def fill(handle: transfer_pb2.TransferHandle, targets: Targets, data: memoryview) -> None:
+    """Check ``data``, all bytes of ``handle``, and copy them, without holding up the event loop; nothing is copied any
+    more when this returns or raises. Raises ``DataLossError``."""
+    await verify(handle, data)
+    if handle.size_bytes < _OFFLOAD_BYTES:
+        targets.fill(data)
+    else:
+        await to_the_end(asyncio.get_running_loop().run_in_executor(None, targets.fill, data))
 
 
 async def _offloaded(size_bytes: int, work: Callable[[], T]) -> T:

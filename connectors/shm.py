@@ -12,6 +12,7 @@ from connectors.payload import Payload
 from connectors.peers import PeerPools
 from connectors.pool import MemfdPool
 from connectors.space import HeapSpace, Space
+from connectors.targets import Into, checked
 from omni.v1 import transfer_pb2, types_pb2
 from omnicore import errors
 
@@ -60,16 +61,10 @@ class ShmConnector:
         Leaving the context raises ``DataLossError`` if the owner freed the data while it was read: what was computed
         from it is worthless then."""
         self._check_open()
-        backend = handle.WhichOneof("backend")
-        if backend == "inline":
+        if handle.WhichOneof("backend") == "inline":
             yield publish.read_inline(handle)
             return
-        if backend != "shm":
-            raise errors.FailedPreconditionError(
-                f"handle {handle.key!r} has backend {backend}; connector {self.kind!r} reads shm and inline",
-                reason="OTHER_BACKEND",
-                metadata={"key": handle.key, "backend": backend},
-            )
+        self._check_backend(handle)
         with contextlib.ExitStack() as stack:
             with times.phase("read"):
                 reading = stack.enter_context(self._peers.open(handle))
@@ -79,6 +74,19 @@ class ShmConnector:
             times.read_by(self.kind, zero_copy=True)
             yield payload
             reading.check_intact()
+
+    async def get_into(self, handle: transfer_pb2.TransferHandle, into: Into, /) -> None:
+        """See ``Connector.get_into``: one copy, out of the owner's pool."""
+        self._check_open()
+        if handle.WhichOneof("backend") == "inline":
+            publish.fill_inline(handle, into)
+            return
+        self._check_backend(handle)
+        targets = checked(handle, into)
+        with times.phase("read"), self._peers.open(handle) as reading:
+            await publish.fill(handle, targets, reading.data)
+            reading.check_intact()
+        times.read_by(self.kind, zero_copy=False)
 
     def release(self, key: str, token: bytes) -> bool:
         """See ``Connector.release``."""
@@ -108,6 +116,15 @@ class ShmConnector:
         self._store.free_kind(self.kind)
         self._publisher.close()
         self._peers.close()
+
+    def _check_backend(self, handle: transfer_pb2.TransferHandle) -> None:
+        backend = handle.WhichOneof("backend")
+        if backend != "shm":
+            raise errors.FailedPreconditionError(
+                f"handle {handle.key!r} has backend {backend}; connector {self.kind!r} reads shm and inline",
+                reason="OTHER_BACKEND",
+                metadata={"key": handle.key, "backend": backend},
+            )
 
     def _check_open(self) -> None:
         if self._closed:
