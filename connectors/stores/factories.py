@@ -36,13 +36,10 @@ def yuanrong(store: HandleStore, extra: Mapping[str, JsonValue]) -> ObjectStoreC
 
 def yuanrong_client(options: YuanrongOptions) -> SharedClient:
     """A share in this process's client of that store. Raises ``ImportError`` without the library."""
-    return share(("yuanrong", _of_the_client(options)), lambda: YuanrongStore(options))
+    return share(("yuanrong", _of_the_client(options, "timeout_s")), lambda: YuanrongStore(options))
 
 
-def _of_the_client(options: Options) -> Options:
-    """``options`` without those that each connector may have its own of."""
-    kept = {"timeout_s"}  # clients bound their calls by it
-    own: dict[str, Any] = {
-        field.name: field.default for field in dataclasses.fields(StoreOptions) if field.name not in kept
-    }
+def _of_the_client(options: Options, *kept: str) -> Options:
+    """``options`` without those that each connector may have its own of, save ``kept``."""
+    own: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(StoreOptions) if f.name not in kept}
     return dataclasses.replace(options, **own)

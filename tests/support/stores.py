@@ -88,7 +88,7 @@ class MooncakeMaster(Daemon):
         super().__init__()
         self._port, self._metrics_port = reserved_port(), reserved_port()
         self._client_ttl_s = client_ttl_s
-        self._lease_ttl_ms = lease_ttl_ms
+        self.lease_ttl_ms = lease_ttl_ms
         self.address = f"127.0.0.1:{self._port}"
 
     def command(self) -> list[str]:
@@ -99,7 +99,7 @@ class MooncakeMaster(Daemon):
             "--metrics_host=127.0.0.1",
             f"--metrics_port={self._metrics_port}",
             f"--client_ttl={self._client_ttl_s}",
-            f"--default_kv_lease_ttl={self._lease_ttl_ms}",
+            f"--default_kv_lease_ttl={self.lease_ttl_ms}",
         ]
 
     def serves(self) -> bool:

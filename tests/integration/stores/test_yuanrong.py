@@ -1,0 +1,155 @@
+"""openYuanrong's store with its real worker: what its library leaves to its users."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from connectors.options import YuanrongOptions
+from connectors.payload import Payload
+from connectors.stores.yuanrong import YuanrongStore
+from omnicore import errors
+from tests.contract.connectors.peer import EDGE, running_peer, tensor
+from tests.support.stores import MIB, YuanrongWorker
+
+KIND = "yuanrong"
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[YuanrongWorker]:
+    worker = YuanrongWorker(shared_memory_mib=64)
+    worker.start()
+    yield worker
+    worker.close()
+
+
+@pytest.fixture(scope="module")
+def store(worker: YuanrongWorker) -> Iterator[YuanrongStore]:
+    store = YuanrongStore(YuanrongOptions(**worker.extra()))
+    yield store
+    store.close()
+
+
+def filled_with(value: int) -> Callable[[memoryview], None]:
+    def fill(memory: memoryview) -> None:
+        np.frombuffer(memory, np.uint8)[:] = value
+
+    return fill
+
+
+def read(store: YuanrongStore, key: str, size_bytes: int) -> bytes:
+    with contextlib.closing(store.open(key, size_bytes)) as found:
+        return bytes(found.data)
+
+
+def test_a_key_in_use_is_an_error_and_its_object_stays(store: YuanrongStore) -> None:
+    store.put("twice", 100, filled_with(1))
+    with pytest.raises(errors.AlreadyExistsError):
+        store.put("twice", 100, filled_with(2))
+    assert read(store, "twice", 100) == bytes([1]) * 100
+    store.remove(["twice"])
+
+
+def test_missing_and_wrong_lengths_are_told_apart(store: YuanrongStore) -> None:
+    with pytest.raises(errors.NotFoundError):
+        store.open("never", 100)
+    store.put("k", 2 * MIB, filled_with(3))
+    for size in (99, 2 * MIB - 1, 2 * MIB + 1):
+        with pytest.raises(errors.DataLossError):
+            store.open("k", size)
+    assert read(store, "k", 2 * MIB) == bytes([3]) * 2 * MIB
+    store.remove(["k", "never"])
+    with pytest.raises(errors.NotFoundError):
+        store.open("k", 2 * MIB)
+
+
+def test_keys_that_the_store_refuses_are_our_mistake(store: YuanrongStore) -> None:
+    for key in ("with/slash", "with.dot", 256 * "x"):
+        with pytest.raises(errors.InternalError):
+            store.put(key, 10, filled_with(1))
+    store.put(255 * "x", 10, filled_with(1))
+    store.remove([255 * "x"])
+
+
+def test_a_read_waits_for_an_object_as_long_as_it_is_told_to(worker: YuanrongWorker, store: YuanrongStore) -> None:
+    patient = YuanrongStore(YuanrongOptions(**worker.extra(get_sub_timeout_ms=300)))
+    try:
+        assert patient.healthy()
+        started_s = time.monotonic()
+        with pytest.raises(errors.NotFoundError):
+            patient.open("never", 10)
+        assert time.monotonic() - started_s > 0.2
+    finally:
+        patient.close()
+    assert not patient.healthy()
+    with pytest.raises(errors.UnavailableError):
+        patient.open("never", 10)
+
+
+async def test_a_store_that_is_full_or_frozen_or_dead_stops_nobody(worker: YuanrongWorker) -> None:
+    """The library waits with the interpreter in its hands; here that is another process's."""
+    options = {KIND: worker.extra(inline_bytes=0, timeout_s=1.0, put_wait_s=0.5, connect_timeout_ms=500)}
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.001)
+            ticks += 1
+
+    async def fails(doing: asyncio.Future[object]) -> errors.OmniError:
+        nonlocal ticks
+        ticks = 0
+        with pytest.raises(errors.OmniError) as caught:
+            await doing
+        assert ticks > 5, "the event loop went on"
+        return caught.value
+
+    async with running_peer(options=options) as peer, asyncio.TaskGroup() as group:
+        ticking = group.create_task(tick())
+
+        def put(key: str, size: int) -> asyncio.Future[object]:
+            return asyncio.ensure_future(
+                peer.connectors.put(KIND, key, EDGE, 0, Payload({"x": np.zeros(size, np.uint8)}))
+            )
+
+        async def read_it() -> object:
+            async with peer.connectors.get(handle) as got:
+                return got.tensors["x"].tobytes()
+
+        async with asyncio.timeout(60):
+            while True:  # the helper starts; a second may be too short for that
+                try:
+                    handle = await peer.connectors.put(KIND, "k", EDGE, 0, Payload({"x": tensor(300_000, 1)}))
+                    assert await read_it() == tensor(300_000, 1).tobytes()
+                    break
+                except errors.UnavailableError:
+                    peer.store.cleanup("req1")
+
+        full = await fails(put("huge", 65 * MIB))
+        assert isinstance(full, errors.ResourceExhaustedError | errors.UnavailableError)
+        assert full.reason in ("STORE_FULL", "STORE_TIMEOUT")
+
+        worker.signal(signal.SIGSTOP)
+        frozen = await fails(asyncio.ensure_future(read_it()))
+        assert isinstance(frozen, errors.UnavailableError)
+        worker.signal(signal.SIGCONT)
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    assert await read_it() == tensor(300_000, 1).tobytes()
+                    break
+                except errors.UnavailableError:
+                    await asyncio.sleep(0.05)
+
+        await asyncio.to_thread(worker.kill)
+        with pytest.raises(errors.UnavailableError):
+            await put("late", 300_000)
+        assert not next(o.healthy for o in peer.connectors.offers() if o.name == KIND)
+        ticking.cancel()
