@@ -13,12 +13,14 @@ import functools
 import hashlib
 import struct
 
+from connectors.engines.base import RemoteRegion
 from omnicore import errors
 
 MAX_DESCRIPTOR_BYTES = 64 * 1024
 """As much as ``EngineBackend`` allows for each."""
 _DIGEST_BYTES = 8  # against damage, not against forgery
 _LENGTH = struct.Struct(">I")
+_REGION = struct.Struct(">QQ")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,6 +72,26 @@ def unseal(sealed: bytes, library: str, version: str) -> Descriptor:
             metadata={"peer": f"{descriptor.library} {descriptor.version}", "here": f"{library} {version}"},
         )
     return descriptor
+
+
+def pack_region(address: int, size_bytes: int, rest: bytes) -> bytes:
+    """Content of the descriptor of a region."""
+    return _REGION.pack(address, size_bytes) + rest
+
+
+def unpack_region(descriptor: Descriptor, remote: RemoteRegion) -> bytes:
+    """``rest`` of a region's descriptor. Raises ``DataLossError`` if the handle places the region elsewhere."""
+    if len(descriptor.content) < _REGION.size or _REGION.unpack_from(descriptor.content) != (
+        remote.address,
+        remote.size_bytes,
+    ):
+        raise errors.DataLossError(
+            f"a handle has {remote.size_bytes} bytes at {remote.address:#x} of {descriptor.name!r}, which has them "
+            f"elsewhere",
+            reason="BAD_HANDLE",
+            metadata={"library": descriptor.library},
+        )
+    return descriptor.content[_REGION.size :]
 
 
 def _digest(body: bytes) -> bytes:

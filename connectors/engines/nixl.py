@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import itertools
 import logging
 import os
 import secrets
@@ -35,7 +36,8 @@ from typing import Any, Final
 
 from connectors.engines.base import LocalRegion, Piece, RemoteRegion, TransferFailedError
 from connectors.engines.closing import Closing
-from connectors.engines.descriptor import Descriptor, unseal
+from connectors.engines.descriptor import Descriptor, pack_region, unpack_region, unseal
+from connectors.engines.reading import ReadingHalf
 from omnicore import errors, process
 from omnicore.log import get_logger
 
@@ -66,46 +68,40 @@ class NixlEngine:
         self._library = load_bindings()
         self._version = importlib.metadata.version(_LIBRARY)
         self.session = f"nixl-{os.getpid()}-{secrets.token_hex(8)}"  # unique for ever: peers keep what they know of it
-        self.descriptor = Descriptor(_LIBRARY, self._version, self.session, b"").seal()
+        self.descriptor = self._describe(b"")
         self.closing = Closing(_LIBRARY)
-        self._lock = threading.Lock()
         self._serving: _Agent | None = _Agent(self._library, self.session)
         self._regions: dict[tuple[int, int], _Region] = {}
-        self._reader: _Reader | None = None
-        self._retired: list[_Reader] = []
-        self._readers = 0
-        self._closed = False
+        self._readers = itertools.count(1)
+        self._reading = ReadingHalf(self._make_reader, self.closing)
+        self._lock = self._reading.lock
 
     def register(self, address: int, size_bytes: int, device: str) -> LocalRegion:
         """See ``TransferEngine.register``."""
         region = _Region(self._library, address, size_bytes, device)
         with self._lock:
-            if self._closed or self._serving is None:
+            if self._serving is None:
                 raise errors.UnavailableError("the engine is closed", reason="CONNECTOR_CLOSED")
             if (address, size_bytes) in self._regions:
                 raise errors.FailedPreconditionError(
                     f"{size_bytes} bytes at {address:#x} are registered already", reason="REGISTRATION_REFUSED"
                 )
             metadata = self._serving.register(region)
-            if self._reader is not None:
-                self._reader.agent.register(region)
+            self._reading.call(lambda reader: reader.agent.register(region))
             self._regions[address, size_bytes] = region
-        return LocalRegion(
-            address,
-            size_bytes,
-            Descriptor(_LIBRARY, self._version, self.session, device.encode() + b"\n" + metadata).seal(),
-        )
+        content = device.encode() + b"\n" + metadata
+        return LocalRegion(address, size_bytes, self._describe(pack_region(address, size_bytes, content)))
 
     def unregister(self, region: LocalRegion) -> None:
         """See ``TransferEngine.unregister``."""
         with self._lock:
             known = self._regions.pop((region.address, region.size_bytes), None)
-            agents = [self._serving] if self._serving is not None else []
-            if self._reader is not None:
-                agents.append(self._reader.agent)
-            if known is not None:
-                for agent in agents:
-                    self.closing.attempt("deregister memory", functools.partial(agent.deregister, known))
+            if known is None or self._serving is None:
+                return
+            self.closing.attempt("deregister memory", functools.partial(self._serving.deregister, known))
+            self._reading.call(
+                lambda reader: self.closing.attempt("deregister memory", lambda: reader.agent.deregister(known))
+            )
 
     def read(self, remote: RemoteRegion, pieces: Sequence[Piece], timeout_s: float) -> None:
         """See ``TransferEngine.read``."""
@@ -117,34 +113,27 @@ class NixlEngine:
                 f"a handle of {remote.session!r} describes memory of {described.name!r} and engine {engine.name!r}",
                 reason="BAD_HANDLE",
             )
-        reader = self._enter()
-        try:
-            reader.read(described, remote, pieces, deadline_s)
-        finally:
-            self._leave(reader)
+        content = unpack_region(described, remote)
+        with self._reading.use() as reader:
+            reader.read(remote, content, pieces, deadline_s)
 
     def fence(self) -> None:
         """Wait ``fence_patience_s`` for reads that have timed out; then destroy the agent that they use, when all that
         still read with it have finished: at the latest when their timeouts have passed. Raises ``InternalError`` if it
         cannot be destroyed: what was to be fenced is not."""
-        with self._lock:
-            reader = self._reader
-        if reader is not None:
+        readers: list[_Reader] = []
+        self._reading.call(readers.append)
+        for reader in readers:
             reader.await_overdue(time.monotonic() + self._fence_patience_s)
-        self._retire(only_abandoned=True)
+        self._reading.retire(lambda reader: reader.broken or bool(reader.overdue))
 
     def forget(self, remote: RemoteRegion) -> None:
         """See ``TransferEngine.forget``."""
-        with self._lock:
-            reader = self._reader
-        if reader is not None:
-            reader.forget(remote.session)
+        self._reading.call(lambda reader: reader.forget(remote.session))
 
     def close(self) -> None:
         """See ``TransferEngine.close``. Waits for reads that are under way."""
-        with self._lock:
-            self._closed = True
-        self.closing.attempt("stop reading", lambda: self._retire(only_abandoned=False))
+        self._reading.close()
         with self._lock:
             serving, self._serving = self._serving, None
             regions, self._regions = self._regions, {}
@@ -154,53 +143,14 @@ class NixlEngine:
             self.closing.attempt("deregister memory", functools.partial(serving.deregister, region))
         self.closing.attempt("destroy the serving agent", serving.destroy)
 
-    def _enter(self) -> _Reader:
-        with self._lock:
-            if self._closed:
-                raise TransferFailedError("the engine is closed", fenced=True)
-            reader = self._reader
-            if reader is None:
-                self._readers += 1
-                agent = _Agent(self._library, f"{self.session}-reader-{self._readers}")
-                for region in self._regions.values():
-                    agent.register(region)
-                reader = self._reader = _Reader(agent, self.closing)
-            reader.users += 1
-            return reader
+    def _make_reader(self) -> _Reader:
+        agent = _Agent(self._library, f"{self.session}-reader-{next(self._readers)}")
+        for region in self._regions.values():
+            agent.register(region)
+        return _Reader(agent, self.closing)
 
-    def _leave(self, reader: _Reader) -> None:
-        with self._lock:
-            reader.users -= 1
-            last = reader.retired and not reader.users
-        if last:
-            self._destroy(reader)
-
-    def _retire(self, *, only_abandoned: bool) -> None:
-        """Let no new reads use the reading agent, and return when it and those before it are gone."""
-        with self._lock:
-            reader = self._reader
-            if reader is not None and only_abandoned and not (reader.broken or reader.overdue):
-                reader = None
-            if reader is not None:
-                reader.retired = True
-                self._reader = None
-                self._retired.append(reader)
-            idle = reader is not None and not reader.users
-            retired = list(self._retired)
-        if reader is not None and idle:
-            self._destroy(reader)
-        for old in retired:
-            old.gone.wait()
-            if old.undead:
-                raise errors.InternalError("an agent of NIXL could not be destroyed: it may still write")
-
-    def _destroy(self, reader: _Reader) -> None:
-        if self.closing.attempt("destroy the reading agent", reader.destroy):
-            with self._lock:
-                self._retired.remove(reader)
-        else:
-            reader.undead = True
-        reader.gone.set()
+    def _describe(self, content: bytes) -> bytes:
+        return Descriptor(_LIBRARY, self._version, self.session, content).seal()
 
 
 class _Region:
@@ -268,20 +218,16 @@ class _Reader:
 
     def __init__(self, agent: _Agent, closing: Closing) -> None:
         self.agent = agent
-        self.users = 0
         self.broken = False  # a read failed, and what it began may still write
         self.overdue: list[int] = []  # reads that have timed out and go on
-        self.retired = False
-        self.gone = threading.Event()
-        self.undead = False
         self._closing = closing
         self._lock = threading.Lock()
         self._known: dict[str, set[bytes]] = {}
         self._unreleased: list[int] = []
 
-    def read(self, described: Descriptor, remote: RemoteRegion, pieces: Sequence[Piece], deadline_s: float) -> None:
+    def read(self, remote: RemoteRegion, content: bytes, pieces: Sequence[Piece], deadline_s: float) -> None:
         """Raises ``TransferFailedError``."""
-        device, _, metadata = described.content.partition(b"\n")
+        device, _, metadata = content.partition(b"\n")
         self._know(remote.session, metadata)
         library = self.agent.library
         kind, device_id = _location(library, device.decode())
@@ -325,9 +271,11 @@ class _Reader:
                 self._closing.attempt("forget a peer", lambda: self.agent.native.invalidateRemoteMD(session))
 
     def destroy(self) -> None:
-        for request in self._unreleased + self.overdue:
-            self._closing.attempt("release a transfer", functools.partial(self._free, request))
-        self.agent.destroy()
+        with self._lock:
+            for request in self._unreleased + self.overdue:
+                self._closing.attempt("release a transfer", functools.partial(self._free, request))
+            self._unreleased, self.overdue = [], []
+            self.agent.destroy()
 
     def _know(self, session: str, metadata: bytes) -> None:
         with self._lock:
@@ -338,7 +286,10 @@ class _Reader:
                 name = self.agent.native.loadRemoteMD(metadata)
             except self.agent.library.nixlBackendError as error:  # nobody listens where it is said to be
                 raise TransferFailedError(
-                    f"NIXL does not reach {session}: {_said(error)}", fenced=True, session=session
+                    f"NIXL does not reach {session}: {_said(error)}",
+                    fenced=True,
+                    reason="PEER_UNREACHABLE",
+                    session=session,
                 ) from error
             except self.agent.failures as error:
                 raise errors.DataLossError(

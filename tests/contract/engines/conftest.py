@@ -16,7 +16,7 @@ import pytest
 from connectors.engines.base import LocalRegion, RemoteRegion, TransferEngine
 from tests.contract.engines.peer import pattern, remote, running_engine
 
-KINDS = ["nixl"]
+KINDS = ["mooncake", "nixl", "mori", "yuanrong_transfer_engine"]
 MIB = 1 << 20
 
 

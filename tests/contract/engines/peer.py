@@ -16,7 +16,12 @@ import numpy as np
 import orjson
 
 from connectors.engines.base import LocalRegion, RemoteRegion, TransferEngine
+from connectors.engines.mooncake import MooncakeEngine
+from connectors.engines.mori import MoriEngine
+from connectors.engines.nixl import NixlEngine
+from connectors.engines.yuanrong_transfer_engine import YuanrongTransferEngine
 from omnicore import process
+from tests.doubles.loading import installed
 
 PERIOD = 251
 """Bytes repeat after this many, a prime: at no power of two."""
@@ -40,10 +45,16 @@ def running_engine(kind: str) -> Iterator[TransferEngine]:
 
 def make_engine(kind: str) -> TransferEngine:
     match kind:
+        case "mooncake":
+            return MooncakeEngine(host="127.0.0.1")
         case "nixl":
-            from connectors.engines.nixl import NixlEngine
-
             return NixlEngine()
+        case "mori":
+            with installed("mori"):
+                return MoriEngine(host="127.0.0.1")
+        case "yuanrong_transfer_engine":
+            with installed("yuanrong"):
+                return YuanrongTransferEngine(host="127.0.0.1")
         case _:
             raise ValueError(kind)
 

@@ -109,7 +109,7 @@ def test_a_killed_peer_is_a_failure_and_others_stay_readable(
     for _ in range(2):  # also the second time, when it is known to be dead
         with pytest.raises(TransferFailedError) as caught:
             reader.engine.read(mortal.region, [Piece(reader.address, 0, 4 * MIB)], 10)
-        assert caught.value.reason == "TRANSFER_FAILED"
+        assert caught.value.reason in ("TRANSFER_FAILED", "PEER_UNREACHABLE")
         reader.engine.fence()
     reader.engine.forget(mortal.region)
     reader.engine.forget(mortal.region)
