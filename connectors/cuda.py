@@ -70,9 +70,10 @@ class Cuda(Protocol):
         """The end of what this thread's current streams of these devices have been given so far."""
         ...
 
-    def copy(self, device: int, pairs: Sequence[tuple[Any, Any]], after: Event) -> Event:
-        """Start copying tensors, ``(target, source)`` of one shape and type, on a stream of ``device`` that belongs to
-        copies, behind ``after``. Sources must stay as they are until the returned event is done."""
+    def copy(self, device: int, pairs: Sequence[tuple[Any, Any]], after: Event | None = None) -> Event:
+        """Start copying tensors, ``(target, source)`` of one shape and type: on this thread's current stream of
+        ``device``, or, behind ``after``, on one that belongs to copies. Sources must stay as they are until the
+        returned event is done."""
         ...
 
 
@@ -205,8 +206,12 @@ class DriverCuda:
             events.append(event)
         return _TorchEvent(events)
 
-    def copy(self, device: int, pairs: Sequence[tuple[Any, Any]], after: Event) -> Event:
+    def copy(self, device: int, pairs: Sequence[tuple[Any, Any]], after: Event | None = None) -> Event:
         """See ``Cuda.copy``."""
+        if after is None:
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            return self.now([device])
         stream = self._stream(device)
         for event in getattr(after, "events", ()):
             stream.wait_event(event)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, TypeVar
@@ -19,21 +20,24 @@ import numpy as np
 from connectors import codec, publish
 from connectors import metadata as facts
 from connectors.cuda import Cuda, DriverCuda, Event
-from connectors.device_peers import DevicePeers
+from connectors.device_peers import DevicePeers, DeviceReading
 from connectors.device_pool import DevicePool, DeviceSlot
 from connectors.handles import HandleStore, Reservation
 from connectors.options import CudaIpcOptions
 from connectors.payload import Payload
 from connectors.space import HeapSpace, Space
-from connectors.targets import Into
-from connectors.torch_tensors import DeviceTensor, as_torch, load_torch, torch_dtype
+from connectors.targets import Into, whole
+from connectors.torch_tensors import DeviceTensor, as_torch, is_torch, load_torch, torch_dtype
 from omni.v1 import transfer_pb2, types_pb2
 from omnicore import errors
 
 T = TypeVar("T")
 
-_SPINS = 200
-"""Looks at an event before a thread waits for it: copies of some MiB take less than waking a thread, 100 µs."""
+_POLL_S = 0.003
+"""How long an event is looked at, between other work of the loop, before a thread waits for it. Waking one costs
+0.3 ms, as long as copying 100 MB over NVLink; a GB takes 3 ms."""
+_SPIN_S = 0.00005
+"""Of that, how long nothing else runs: a turn of the loop takes as long."""
 _OFFLOAD_BYTES = 4 * 1024 * 1024
 """Host memory from here on is copied in a thread: the driver stages it in pieces while the caller waits."""
 
@@ -82,20 +86,11 @@ class CudaIpcConnector:
 
         Leaving the context waits for the caller's current stream, and raises ``DataLossError`` if the owner freed the
         data while it was read."""
-        if self._closed:
-            raise errors.UnavailableError(f"connector {self.kind!r} is closed", reason="CONNECTOR_CLOSED")
-        backend = handle.WhichOneof("backend")
-        if backend == "inline":
+        if handle.WhichOneof("backend") == "inline":
+            self._check_open()
             yield publish.read_inline(handle)
             return
-        if backend != "cuda_ipc":
-            raise errors.FailedPreconditionError(
-                f"handle {handle.key!r} has backend {backend}; connector {self.kind!r} reads cuda_ipc and inline",
-                reason="OTHER_BACKEND",
-                metadata={"key": handle.key, "backend": backend},
-            )
-        codec.check_headers(handle)
-        with self._peers.open(handle) as reading:
+        with self._open(handle) as reading:
             in_host = self._to_host or (len(handle.tensors) == 1 and not handle.tensors[0].name)
             if in_host or handle.HasField("crc32"):
                 data = await _in_thread(to_host, reading.data)
@@ -110,21 +105,22 @@ class CudaIpcConnector:
                 await self._settle()
             reading.check_intact()
 
-    async def get_into(self, handle: transfer_pb2.TransferHandle, targets: Into, /) -> None:
-        """Copy each tensor of ``handle`` into the tensor of that name in ``targets`` (torch, of any device, same shape
-        and type), behind what the caller's current stream was given. Raises as ``get``, and ``InvalidRequestError`` for
-        targets that do not fit; then nothing was copied."""
-        if isinstance(targets, memoryview):
-            raise errors.InvalidRequestError.field("into", "device memory is read into tensors, by their names")
-        async with self.get(handle) as payload:
-            pairs = [(target, payload.tensors.get(name)) for name, target in targets.items()]
-            for name, (target, source) in zip(targets, pairs, strict=True):
-                if source is None or target.shape != source.shape or target.dtype != source.dtype:
-                    raise errors.InvalidRequestError.field(
-                        f"targets[{name!r}]", f"is {_kind(target)}, the handle has {_kind(source)}"
-                    )
-            event = self._cuda.copy(self._device, pairs, self._cuda.now([self._device]))
-            await settled(event)
+    async def get_into(self, handle: transfer_pb2.TransferHandle, into: Into, /) -> None:
+        """See ``Connector.get_into``: one copy, by the device, behind what the caller's current stream was given. The
+        arrays may also be torch tensors of any device."""
+        if handle.WhichOneof("backend") == "inline":
+            self._check_open()
+            publish.fill_inline(handle, into)
+            return
+        with self._open(handle) as reading:
+            if isinstance(into, memoryview):
+                pairs = [(as_torch(whole(handle, into)), reading.data)]
+            else:
+                pairs = _matched(handle, reading.data, into)
+            if handle.HasField("crc32"):
+                await publish.verify(handle, await _in_thread(to_host, reading.data))
+            await settled(self._cuda.copy(self._device, pairs))
+            reading.check_intact()
 
     def release(self, key: str, token: bytes) -> bool:
         """See ``Connector.release``."""
@@ -156,6 +152,21 @@ class CudaIpcConnector:
         self._publisher.close()
         self._peers.close()
 
+    def _open(self, handle: transfer_pb2.TransferHandle) -> contextlib.AbstractContextManager[DeviceReading]:
+        self._check_open()
+        if (backend := handle.WhichOneof("backend")) != "cuda_ipc":
+            raise errors.FailedPreconditionError(
+                f"handle {handle.key!r} has backend {backend}; connector {self.kind!r} reads cuda_ipc and inline",
+                reason="OTHER_BACKEND",
+                metadata={"key": handle.key, "backend": backend},
+            )
+        codec.check_headers(handle)
+        return self._peers.open(handle)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise errors.UnavailableError(f"connector {self.kind!r} is closed", reason="CONNECTOR_CLOSED")
+
     async def _settle(self) -> None:
         """Wait for what the caller has given its stream: the memory may go when this returns."""
         await settled(self._cuda.now([self._device]))
@@ -183,9 +194,7 @@ class _DevicePublisher(publish.Publisher):
     async def _publish_slot(self, reservation: Reservation, encoded: codec.Encoded) -> transfer_pb2.TransferHandle:
         slot: Any = await self._queue.allocate(encoded.size_bytes)
         release = self._queue.releaser(slot)
-        # What the caller's streams hold now comes first. Asked for here: streams are current in a thread.
-        after = self._cuda.now(_devices(encoded) | {self._device})
-        writing = asyncio.ensure_future(self._fill(encoded, slot, after))
+        writing = asyncio.ensure_future(self._fill(encoded, slot))
         self._writing.add(writing)
         writing.add_done_callback(self._writing.discard)
         try:
@@ -202,16 +211,17 @@ class _DevicePublisher(publish.Publisher):
                 writing.add_done_callback(lambda done: (done.cancelled() or done.exception(), release()))
             raise
 
-    async def _fill(self, encoded: codec.Encoded, slot: DeviceSlot, after: Event) -> int:
+    async def _fill(self, encoded: codec.Encoded, slot: DeviceSlot) -> int:
         host_bytes = sum(array.nbytes for array in encoded.arrays if not isinstance(array, DeviceTensor))
         if host_bytes < _OFFLOAD_BYTES:
-            event = self._start(encoded, slot, after)
+            event = self._start(encoded, slot)
         else:
-            event = await _in_thread(self._start, encoded, slot, after)
+            # What the caller's streams hold comes first. Asked for here: threads have current streams of their own.
+            event = await _in_thread(self._start, encoded, slot, self._cuda.now(_devices(encoded) | {self._device}))
         await settled(event)
         return zlib.crc32(await _in_thread(to_host, slot.data)) if self._checksum else 0
 
-    def _start(self, encoded: codec.Encoded, slot: DeviceSlot, after: Event) -> Event:
+    def _start(self, encoded: codec.Encoded, slot: DeviceSlot, after: Event | None = None) -> Event:
         return self._cuda.copy(self._device, list(_pairs(encoded, slot.data)), after)
 
 
@@ -247,11 +257,33 @@ def views(handle: transfer_pb2.TransferHandle, data: Any) -> dict[str, Any]:
     return found
 
 
+def _matched(handle: transfer_pb2.TransferHandle, data: Any, into: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """Targets and sources. Raises ``InvalidRequestError`` naming the target that does not fit."""
+    sources = views(handle, data)
+    pairs = []
+    for name, array in into.items():
+        target, source = as_torch(array) if isinstance(array, np.ndarray) else array, sources.get(name)
+        same = source is not None and is_torch(target) and (target.shape, target.dtype) == (source.shape, source.dtype)
+        if not same or (isinstance(array, np.ndarray) and not array.flags.writeable):
+            raise errors.InvalidRequestError.field(
+                f"into[{name!r}]", f"is {_kind(array)}, {handle.key!r} has {_kind(source)} there"
+            )
+        pairs.append((target, source))
+    return pairs
+
+
 async def settled(event: Event) -> None:
     """Return when ``event`` is done, also if cancelled; in a thread if that takes longer than waking one."""
-    for _ in range(_SPINS):
-        if event.done():
-            return
+    started_s = time.monotonic()
+    try:
+        while (elapsed_s := time.monotonic() - started_s) < _POLL_S:
+            if event.done():
+                return
+            if elapsed_s > _SPIN_S:
+                await asyncio.sleep(0)
+    except asyncio.CancelledError:
+        event.wait()
+        raise
     await _in_thread(event.wait)
 
 
@@ -290,4 +322,7 @@ def _facts(handle: transfer_pb2.TransferHandle) -> Mapping[str, Any]:
 
 
 def _kind(tensor: Any) -> str:
-    return "not there" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+    if not hasattr(tensor, "dtype"):
+        return "nothing" if tensor is None else type(tensor).__name__
+    flags = getattr(tensor, "flags", None)
+    return f"{tensor.dtype} {list(tensor.shape)}{'' if flags is None or flags.writeable else ', read-only'}"

@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from connectors.cuda import IPC_HANDLE_BYTES, Cuda
-from connectors.device_pool import ALIGNMENT, header_handle, local_pool
-from connectors.peers import PeerPools, Reading, open_process
-from connectors.pool import process_start_ticks
+from connectors.device_pool import ALIGNMENT, local_pool
+from connectors.peers import PeerPools, Place, Reading, open_process
+from connectors.pool import fingerprint, process_start_ticks
 from omni.v1 import transfer_pb2
 from omnicore import errors
 from omnicore.log import get_logger
 
 _log = get_logger(__name__)
 
-_PoolId = tuple[int, int, bytes]
+_PoolId = tuple[int, int, bytes, int]
 
 
 class _PeerMemory:
@@ -101,7 +101,7 @@ class DevicePeers:
         not be left before the device has finished reading. Raises as ``PeerPools.open``."""
         backend = handle.cuda_ipc
         _check(handle)
-        with self._headers.open(header_handle(handle)) as header:
+        with self._headers.open_place(Place(backend.header, 0, fingerprint(handle), handle.key)) as header:
             start, end = backend.offset_bytes, backend.offset_bytes + handle.size_bytes
             if (backend.pid, backend.process_start_ticks) == self._self:
                 pool = local_pool(backend.memory_handle)
@@ -110,7 +110,7 @@ class DevicePeers:
                 with pool.held() as memory:
                     yield DeviceReading(memory[start:end], header)
                 return
-            peer = self._use(backend)
+            peer = self._use(backend, header.pool_inode)
             try:
                 yield DeviceReading(peer.memory[start:end], header)
             finally:
@@ -139,15 +139,13 @@ class DevicePeers:
     def __len__(self) -> int:
         return len(self._pools)
 
-    def _use(self, backend: transfer_pb2.CudaIpcBackend) -> _PeerMemory:
-        pool_id = (backend.pid, backend.process_start_ticks, backend.memory_handle)
+    def _use(self, backend: transfer_pb2.CudaIpcBackend, inode: int) -> _PeerMemory:
+        # The driver may export a later pool under the same handle; its headers are in another file.
+        pool_id = (backend.pid, backend.process_start_ticks, backend.memory_handle, inode)
         with self._lock:
             if self._closed:
                 raise errors.UnavailableError("the connector is closed", reason="CONNECTOR_CLOSED")
             peer = self._pools.get(pool_id)
-            if peer is not None and not peer.users and not peer.current:
-                self._pools.pop(pool_id).close()  # it freed that pool, and the driver exported another one alike
-                peer = None
             if peer is None:
                 peer = self._pools[pool_id] = _PeerMemory(self._cuda, self._device, backend)
                 _log.info("device memory of a peer opened", pid=peer.pid, pool_bytes=peer.size_bytes)
@@ -158,6 +156,8 @@ class DevicePeers:
     def _evict(self) -> None:
         with self._lock:
             limit = 0 if self._closed else self._max_peers
+            if len(self._pools) <= limit:
+                return
             idle = [pool_id for pool_id, peer in self._pools.items() if not peer.users]
             evicted = [self._pools.pop(pool_id) for pool_id in idle[: max(0, len(self._pools) - limit)]]
         for peer in evicted:

@@ -8,7 +8,6 @@ device, and hear of a dead owner as they do for shared memory.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import threading
 import weakref
@@ -17,7 +16,7 @@ from typing import Any
 
 from connectors.allocator import BufferAllocator
 from connectors.cuda import Cuda
-from connectors.pool import HEADER, MemfdPool, PoolSlot, boot_id, process_start_ticks
+from connectors.pool import HEADER, MemfdPool, PoolSlot, boot_id, fingerprint, process_start_ticks
 from omni.v1 import transfer_pb2
 from omnicore import errors
 from omnicore.log import get_logger
@@ -35,26 +34,6 @@ _local: weakref.WeakValueDictionary[bytes, DevicePool] = weakref.WeakValueDictio
 def local_pool(memory_handle: bytes) -> DevicePool | None:
     """The open pool of this very process that was exported as ``memory_handle``: the driver does not open those."""
     return _local.get(memory_handle)
-
-
-def header_handle(handle: transfer_pb2.TransferHandle) -> transfer_pb2.TransferHandle:
-    """What stands for ``handle`` (cuda_ipc) in its header: no bytes, in the host memory where the header is, and with a
-    fingerprint that depends on everything in ``handle`` that says which bytes it means."""
-    backend = handle.cuda_ipc
-    digest = hashlib.blake2b(digest_size=16)
-    for part in (handle.token, backend.memory_handle, backend.device_uuid.encode(), backend.event_handle):
-        digest.update(len(part).to_bytes(8, "little") + part)
-    for number in (backend.pool_bytes, backend.offset_bytes, handle.size_bytes):
-        digest.update(number.to_bytes(8, "little"))
-    return transfer_pb2.TransferHandle(
-        key=handle.key,
-        edge=handle.edge,
-        sequence=handle.sequence,
-        owner=handle.owner,
-        tensors=handle.tensors,
-        token=digest.digest(),
-        shm=backend.header,
-    )
 
 
 class DeviceSlot:
@@ -76,9 +55,8 @@ class DeviceSlot:
             raise errors.InternalError("a freed slot cannot be published")
         handle.cuda_ipc.CopyFrom(self._pool.location)
         handle.cuda_ipc.offset_bytes = self._start
-        # Where the header is is part of what it is computed from.
         handle.cuda_ipc.header.CopyFrom(self._header.location)
-        self._header.locate(header_handle(handle))
+        self._header.mark(fingerprint(handle))
 
     def free(self) -> None:
         """Make the slot invalid, then give its memory back. May be called more than once."""

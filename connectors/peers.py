@@ -16,8 +16,8 @@ import os
 import select
 import stat
 import threading
-from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from connectors.pool import F_GET_SEALS, HEADER, POOL_NAME, REQUIRED_SEALS, boot_id, fingerprint, process_start_ticks
 from omni.v1 import transfer_pb2
@@ -30,6 +30,17 @@ DEFAULT_MAX_PEERS = 64
 """Idle mappings kept; each costs a descriptor or two and page tables (2 MiB per GiB)."""
 
 _PoolId = tuple[int, int, int, int]
+
+
+class Place(NamedTuple):
+    """Bytes in a pool, and what their header must say for them to be the ones that are meant."""
+
+    backend: transfer_pb2.ShmBackend
+    size_bytes: int
+    expected: bytes
+    """Fingerprint."""
+    key: str
+    """For error messages."""
 
 
 class PeerPool:
@@ -55,19 +66,19 @@ class PeerPool:
         """The owner's process has not ended. A zombie has."""
         return not self._exit.poll(0)
 
-    def holds(self, handle: transfer_pb2.TransferHandle, expected: bytes) -> bool:
-        """The slot of ``handle``, whose fingerprint is ``expected``, is valid for it, now."""
-        found, size_bytes = HEADER.unpack_from(self._memory, handle.shm.offset_bytes - HEADER.size)
-        return bool(size_bytes == handle.size_bytes and found == expected)
+    def holds(self, place: Place) -> bool:
+        """The slot is valid for what is expected there, now."""
+        found, size_bytes = HEADER.unpack_from(self._memory, place.backend.offset_bytes - HEADER.size)
+        return bool(size_bytes == place.size_bytes and found == place.expected)
 
-    def view(self, handle: transfer_pb2.TransferHandle) -> memoryview:
-        """The bytes of ``handle``, read-only. Raises ``DataLossError`` if they are not inside the pool."""
-        start, size = handle.shm.offset_bytes, handle.size_bytes
+    def view(self, place: Place) -> memoryview:
+        """The bytes, read-only. Raises ``DataLossError`` if they are not inside the pool."""
+        start, size = place.backend.offset_bytes, place.size_bytes
         if start % HEADER.size or not HEADER.size <= start <= self.size_bytes or size > self.size_bytes - start:
             raise errors.DataLossError(
-                f"handle {handle.key!r} points outside its pool: {size} bytes at {start} of {self.size_bytes}",
+                f"handle {place.key!r} points outside its pool: {size} bytes at {start} of {self.size_bytes}",
                 reason="BAD_HANDLE",
-                metadata={"key": handle.key},
+                metadata={"key": place.key},
             )
         return self._memory[start : start + size]
 
@@ -82,19 +93,23 @@ class PeerPool:
 class Reading:
     """The bytes of one handle in a mapped pool."""
 
-    def __init__(self, pool: PeerPool, handle: transfer_pb2.TransferHandle, expected: bytes) -> None:
+    def __init__(self, pool: PeerPool, place: Place) -> None:
         self._pool = pool
-        self._handle = handle
-        self._expected = expected
-        self.data = pool.view(handle)
+        self._place = place
+        self.data = pool.view(place)
+
+    @property
+    def pool_inode(self) -> int:
+        """Of the owner's pool: another one has another."""
+        return self._pool.inode
 
     def check_intact(self) -> None:
         """Raises ``DataLossError`` if the owner freed the data since: what was read may be anything."""
-        if not self._pool.holds(self._handle, self._expected):
+        if not self._pool.holds(self._place):
             raise errors.DataLossError(
-                f"the data of {self._handle.key!r} was freed while it was being read",
+                f"the data of {self._place.key!r} was freed while it was being read",
                 reason="RELEASED_WHILE_READ",
-                metadata={"key": self._handle.key},
+                metadata={"key": self._place.key},
             )
 
 
@@ -108,8 +123,7 @@ class PeerPools:
         self._pools: collections.OrderedDict[_PoolId, PeerPool] = collections.OrderedDict()  # least recently used first
         self._closed = False
 
-    @contextlib.contextmanager
-    def open(self, handle: transfer_pb2.TransferHandle) -> Iterator[Reading]:
+    def open(self, handle: transfer_pb2.TransferHandle) -> contextlib.AbstractContextManager[Reading]:
         """The bytes of ``handle`` (shm), valid on entering; the mapping stays inside the context. Raises
 
         * ``FailedPreconditionError`` OTHER_HOST or NOT_MAPPABLE: the data may well exist, but not for us to map;
@@ -117,21 +131,29 @@ class PeerPools:
         * ``NotFoundError``: it was released, has expired, or another handle's data lies there;
         * ``DataLossError``: the handle does not fit the pool.
         """
-        backend = handle.shm
-        if backend.boot_id != self._boot_id:
+        return self.open_place(Place(handle.shm, handle.size_bytes, fingerprint(handle), handle.key))
+
+    def open_place(self, place: Place) -> contextlib.AbstractContextManager[Reading]:
+        """As ``open``, for anything that has a header in a pool."""
+        return _Opened(self, place)
+
+    def start(self, place: Place) -> PeerPool:
+        """For ``open_place``: the pool of ``place``, in use until ``end``."""
+        if place.backend.boot_id != self._boot_id:
             raise errors.FailedPreconditionError(
-                f"handle {handle.key!r} is in shared memory of another host (boot id {backend.boot_id})",
+                f"handle {place.key!r} is in memory of another host (boot id {place.backend.boot_id})",
                 reason="OTHER_HOST",
-                metadata={"key": handle.key},
+                metadata={"key": place.key},
             )
-        expected = fingerprint(handle)
-        pool = self._use(handle, expected)
-        try:
-            yield Reading(pool, handle, expected)
-        finally:
-            with self._lock:
-                pool.users -= 1
-            self._evict()
+        return self._use(place)
+
+    def end(self, pool: PeerPool) -> None:
+        """For ``open_place``."""
+        with self._lock:
+            pool.users -= 1
+            if len(self._pools) <= (0 if self._closed else self._max_peers):
+                return
+        self._evict()
 
     def sweep(self) -> int:
         """Unmap pools whose owner has ended or closed them; returns how many."""
@@ -152,8 +174,8 @@ class PeerPools:
     def __len__(self) -> int:
         return len(self._pools)
 
-    def _use(self, handle: transfer_pb2.TransferHandle, expected: bytes) -> PeerPool:
-        backend = handle.shm
+    def _use(self, place: Place) -> PeerPool:
+        backend = place.backend
         pool_id = (backend.pid, backend.process_start_ticks, backend.fd, backend.pool_bytes)
         with self._lock:
             if self._closed:
@@ -161,7 +183,7 @@ class PeerPools:
             pool = self._pools.get(pool_id)
             if pool is not None and not pool.owner_alive:
                 raise _owner_gone(backend, "has ended")
-            fits = pool is not None and self._fits(pool, handle, expected)
+            fits = pool is not None and self._fits(pool, place)
             if pool is not None and not fits and not pool.users and not _current(pool_id, pool):
                 # The owner has closed that pool and opened another one under the same number.
                 self._pools.pop(pool_id).close()
@@ -169,21 +191,21 @@ class PeerPools:
             if pool is None:
                 pool = self._pools[pool_id] = PeerPool(backend)
                 _log.info("peer mapped", pid=pool.pid, pool_bytes=pool.size_bytes)
-                fits = self._fits(pool, handle, expected)
+                fits = self._fits(pool, place)
             if not fits:
                 raise errors.NotFoundError(
-                    f"no data under {handle.key!r}: released, expired, or not what this handle says",
+                    f"no data under {place.key!r}: released, expired, or not what this handle says",
                     reason="HANDLE_NOT_FOUND",
-                    metadata={"key": handle.key},
+                    metadata={"key": place.key},
                 )
             self._pools.move_to_end(pool_id)
             pool.users += 1
         return pool
 
     @staticmethod
-    def _fits(pool: PeerPool, handle: transfer_pb2.TransferHandle, expected: bytes) -> bool:
-        pool.view(handle)  # inside the pool, or an error
-        return pool.holds(handle, expected)
+    def _fits(pool: PeerPool, place: Place) -> bool:
+        pool.view(place)  # inside the pool, or an error
+        return pool.holds(place)
 
     def _evict(self) -> None:
         with self._lock:
@@ -193,6 +215,23 @@ class PeerPools:
         for pool in evicted:
             pool.close()
             _log.info("peer unmapped", pid=pool.pid, pool_bytes=pool.size_bytes, reason="closed or least recently used")
+
+
+class _Opened:
+    """A context in which a pool is used: a class, since it is on the way of every transfer."""
+
+    __slots__ = ("_place", "_pool", "_pools")
+
+    def __init__(self, pools: PeerPools, place: Place) -> None:
+        self._pools = pools
+        self._place = place
+
+    def __enter__(self) -> Reading:
+        self._pool = self._pools.start(self._place)
+        return Reading(self._pool, self._place)
+
+    def __exit__(self, *_: object) -> None:
+        self._pools.end(self._pool)
 
 
 def _owner_gone(backend: transfer_pb2.ShmBackend, how: str) -> errors.UnavailableError:

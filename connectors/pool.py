@@ -64,6 +64,10 @@ def fingerprint(handle: transfer_pb2.TransferHandle) -> bytes:
         engine = handle.engine
         texts += (engine.connector.encode(), engine.session.encode())
         numbers += (1, engine.region_address, engine.region_bytes, engine.offset_bytes)
+    if handle.HasField("cuda_ipc"):
+        device = handle.cuda_ipc
+        texts += (device.memory_handle, device.event_handle, device.device_uuid.encode())
+        numbers += (2, device.pool_bytes, device.offset_bytes, device.header.offset_bytes)
     for spec in tensors:
         shape = spec.shape
         texts += (spec.name.encode(), spec.dtype.encode())
@@ -91,9 +95,14 @@ class PoolSlot:
 
     def locate(self, handle: transfer_pb2.TransferHandle) -> None:
         """Say in ``handle``, which is otherwise complete, where the data is, and make the slot valid for it."""
+        handle.shm.CopyFrom(self.location)
+        self.mark(fingerprint(handle))
+
+    def mark(self, expected: bytes) -> None:
+        """Make the slot valid for what has this fingerprint."""
         if self._pool is None:
             raise errors.InternalError("a freed slot cannot be published")
-        self._pool.locate(handle, self._start, len(self.view))
+        self._pool.mark(self._start, expected, len(self.view))
 
     def free(self) -> None:
         """Make the slot invalid, then give its memory back. May be called more than once."""
@@ -158,12 +167,11 @@ class MemfdPool:
         found.offset_bytes = start + HEADER.size
         return found
 
-    def locate(self, handle: transfer_pb2.TransferHandle, start: int, size_bytes: int) -> None:
-        """For ``PoolSlot.locate``."""
+    def mark(self, start: int, expected: bytes, size_bytes: int) -> None:
+        """For ``PoolSlot.mark``."""
         with self._lock:
             self._check_open()
-            handle.shm.CopyFrom(self.location(start))
-            HEADER.pack_into(self.memory, start, fingerprint(handle), size_bytes)
+            HEADER.pack_into(self.memory, start, expected, size_bytes)
 
     @property
     def free_bytes(self) -> int:

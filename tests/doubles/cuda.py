@@ -136,14 +136,16 @@ class CudaDouble:
     def now(self, devices: Iterable[int]) -> DoubleEvent:
         return DoubleEvent(self.caller, self.caller.end)
 
-    def copy(self, device: int, pairs: Sequence[tuple[Any, Any]], after: Any) -> DoubleEvent:
+    def copy(self, device: int, pairs: Sequence[tuple[Any, Any]], after: Any = None) -> DoubleEvent:
         def work() -> None:
-            after.wait()
+            if after is not None:
+                after.wait()
             for target, source in pairs:
                 target.copy_(source)
 
-        self._copies.give(work)
-        return DoubleEvent(self._copies, self._copies.end)
+        stream = self.caller if after is None else self._copies
+        stream.give(work)
+        return DoubleEvent(stream, stream.end)
 
     @property
     def allocated(self) -> int:
