@@ -6,12 +6,16 @@ leaves nothing published.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import importlib.util
 import itertools
+import subprocess
+import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +32,6 @@ from connectors.reference import (
 )
 from connectors.reference.connector import CoreConnector
 from omnicore import errors
-from tests.support.stores import mooncake_master, yuanrong_worker  # noqa: F401 (fixtures)
 
 torch = pytest.importorskip("torch")
 
@@ -69,8 +72,9 @@ SETUPS = [
     Setup("GrpcConnector", _NETWORK),
     Setup("MooncakeTransferEngineConnector", {**_NETWORK, "protocol": "tcp"}, library="mooncake"),
     Setup("MooncakeStoreConnector", {"memory_pool_size": 8 << 20}, library="mooncake", service="mooncake_master"),
-    Setup("YuanrongConnector", {"memory_pool_size": 8 << 20}, library="yr", service="yuanrong_worker"),
 ]
+# The other store runs but one test: its code here is the same, and its worker takes seconds to start.
+YUANRONG = Setup("YuanrongConnector", {"memory_pool_size": 8 << 20}, library="yr", service="yuanrong_worker")
 CHEAP = [setup for setup in SETUPS if setup.name in ("SharedMemoryConnector", "GrpcConnector")]
 
 
@@ -595,3 +599,86 @@ def in_threads(work: list[Callable[[], None]]) -> None:
         assert not thread.is_alive()
     for failure in failures:
         raise failure
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+_SENDER = """
+import ast, sys
+from connectors.reference import ConnectorSpec, OmniConnectorFactory
+spec = ConnectorSpec(sys.argv[1], ast.literal_eval(sys.argv[2]))
+with OmniConnectorFactory.create_connector(spec) as sender:
+    puts = [sender.put(0, 1, key, {"x": b"x" * 200_000}) for key in sys.argv[3:]]
+    print(repr(puts), flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def publisher(cheap: Setup, private: Path) -> Iterator[Callable[[list[str]], subprocess.Popen[bytes]]]:
+    """Starts a sender in a process of its own, which publishes some keys and says what ``put`` returned."""
+    extra = {**cheap.extra, "role": "sender", **({"directory": str(private)} if cheap.name in HOST_BOUND else {})}
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(keys: list[str]) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", _SENDER, cheap.name, repr(extra), *keys]
+        root = Path(__file__).parents[3]
+        processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        with process:
+            process.kill()
+
+
+def test_n_34_n_35_between_processes_and_nothing_is_left_of_a_killed_one(
+    cheap: Setup, private: Path, publisher: Callable[[list[str]], subprocess.Popen[bytes]]
+) -> None:
+    unique = uuid.uuid4().hex
+    keys = [f"{unique}-told", f"{unique}-asked", f"{unique}-too-late"]
+    process = publisher(keys)
+    assert process.stdout is not None
+    puts = ast.literal_eval(process.stdout.readline().decode())
+    metadata = [put[2] for put in puts]
+    with cheap.make(private, role="receiver") as receiver:
+        if cheap.name not in HOST_BOUND:
+            receiver.update_sender_info(metadata[0]["source_host"], metadata[0]["source_port"])
+        expected = ({"x": b"x" * 200_000}, metadata[0]["data_size"])
+        assert receiver.get("0", "1", keys[0], metadata[0]) == expected
+        assert receiver.get("0", "1", keys[1]) == expected
+        process.kill()
+        process.wait()
+        assert receiver.get("0", "1", keys[2], metadata[2]) is None
+        assert receiver.get("0", "1", keys[2]) is None
+        assert receiver.get("0", "1", keys[2]) is None
+    assert list(private.rglob("*.sender")) == [], "the next one that looked has removed it"
+    assert [path.name for path in Path("/dev/shm").iterdir() if unique in path.name] == []
+
+
+def test_n_15_an_unreachable_store_is_unhealthy_and_put_fails(request: pytest.FixtureRequest, private: Path) -> None:
+    if importlib.util.find_spec("mooncake") is None:
+        pytest.skip("mooncake is not installed")
+    setup = next(setup for setup in SETUPS if setup.name == "MooncakeStoreConnector")
+    setup = setup.at(request.getfixturevalue("mooncake_master"))
+    with setup.make(private, master="127.0.0.1:1", timeout_s=0.5, put_wait_s=0.0) as connector:
+        assert connector.put("0", "1", "k", data(LARGE)) == (False, 0, None)
+        assert connector.health()["status"] == "unhealthy"
+        assert connector.health()["last_error"]["reason"]
+
+
+def test_n_36_yuanrong_is_a_store_like_the_other(request: pytest.FixtureRequest, private: Path) -> None:
+    if importlib.util.find_spec("yr") is None:
+        pytest.skip("yr is not installed")
+    setup = YUANRONG.at(request.getfixturevalue("yuanrong_worker"))
+    with setup.make(private, role="sender") as sender, setup.make(private, role="receiver") as receiver:
+        for key in ("a", "b", "c"):
+            assert sender.put("0", "1", key, data(LARGE))[0]
+        for key, metadata in (("a", None), ("b", {"source_host": "10.0.0.1"})):
+            found = receiver.get("0", "1", key, metadata)
+            assert found is not None
+            assert found[0] == data(LARGE)
+        sender.cleanup("c")
+        assert sender.health()["handles"] == 0
+        assert receiver.get("0", "1", "c") is None
+        assert sender.health()["status"] == "healthy"
