@@ -113,14 +113,15 @@ class Producer:
             self.counters.set(PRODUCER, "next_batch", batch + 1)
             fate = fate_of(batch)
             readers = await self._choose(batch)
-            putting = asyncio.create_task(self._put(batch, large, len(readers)))
+            putting = asyncio.create_task(self._put(batch, large, readers, fate))
             if fate is Fate.CANCELLED:
                 await asyncio.sleep(mixed(batch) % 1000 / 1000 * (0.01 if large else 0.003))
                 putting.cancel()
             try:
                 handles = await putting
-            except asyncio.CancelledError:
-                if fate is not Fate.CANCELLED:
+            except (asyncio.CancelledError, errors.NotFoundError) as error:
+                # Cancelled on purpose; or this process stood still for the time to live before it claimed.
+                if isinstance(error, asyncio.CancelledError) and fate is not Fate.CANCELLED:
                     raise
                 # What was published before goes the way of a request that was given up.
                 self.worker.connectors.store.cleanup(_request(batch))
@@ -142,8 +143,9 @@ class Producer:
         first = here[mixed(batch) % len(here)]
         return [first, *(row for row in here if row != first and mixed(batch ^ row) % 5 == 0)]
 
-    async def _put(self, batch: int, large: bool, consumers: int) -> list[transfer_pb2.TransferHandle]:
+    async def _put(self, batch: int, large: bool, readers: list[int], fate: Fate) -> list[transfer_pb2.TransferHandle]:
         handles = []
+        store = self.worker.connectors.store
         request_id = _request(batch)
         edge = transfer_pb2.EdgeRef(request_id=request_id, from_stage=0, to_stage=1)
         for index in range(1 if large else SMALL_PER_BATCH):
@@ -151,17 +153,17 @@ class Producer:
             payload = self.ground.payload(self.ground.large(number) if large else self.ground.small(number))
             kind = self.settings.connector
             key = f"{request_id}/0/0-1/{index}"
-            handles.append(await self.worker.connectors.put(kind, key, edge, index, payload, consumers))
+            handle = await self.worker.connectors.put(kind, key, edge, index, payload, len(readers))
+            if fate not in (Fate.FORGOTTEN, Fate.LATE):
+                for row in readers:
+                    store.claim(key, handle.token, str(row))
+            handles.append(handle)
         self.count("published", len(handles))
         return handles
 
     async def _send(
         self, batch: int, large: bool, readers: list[int], handles: list[transfer_pb2.TransferHandle], fate: Fate
     ) -> None:
-        store = self.worker.connectors.store
-        for handle in handles:
-            for row in readers:
-                store.claim(handle.key, handle.token, str(row))
         done = asyncio.Event()
         self.waiting[batch] = (set(readers), handles, done)
         frame = _message(handles)
@@ -169,7 +171,7 @@ class Producer:
             self._write(row, batch, fate, large, row == readers[0], frame)
         if fate is Fate.ABORTED:
             await asyncio.sleep(mixed(batch) % 1000 / 1000 * (0.03 if large else 0.005))
-            store.cleanup(_request(batch))
+            self.worker.connectors.store.cleanup(_request(batch))
             self.count("aborted")
         await done.wait()
 
