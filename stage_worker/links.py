@@ -70,8 +70,14 @@ class FlowReader:
         self._waiter: asyncio.Future[None] | None = None
         self._error: OmniError | None = None
         self._expected = 0
+        self._unread = 0
         self._unacked = False
         self._ended = False
+
+    @property
+    def outstanding(self) -> int:
+        """Chunks that have come and are not acknowledged: at most the flow's window."""
+        return self._unread + self._unacked
 
     def __aiter__(self) -> FlowReader:
         return self
@@ -102,6 +108,7 @@ class FlowReader:
             self._ended = True
             self._link.forget(self, cancel=False)
             raise StopAsyncIteration
+        self._unread -= 1
         handle = chunk.handle
         if handle.edge != self.edge and not _same_attempt(handle.edge, self.edge):
             raise self._give_up(
@@ -127,6 +134,7 @@ class FlowReader:
                 await self._close_payload()
         finally:
             self._chunks.clear()
+            self._unread = 0
             self._link.forget(self, cancel=not self._ended)
             self._ended = True
             self._reading.end(self._error)
@@ -134,14 +142,17 @@ class FlowReader:
     def deliver(self, chunk: pb.Chunk) -> None:
         """A chunk has come (called by the link)."""
         self._chunks.append(chunk)
-        if len(self._chunks) >= self._reading.most_unacked and chunk.HasField("handle"):
-            self._reading.most_unacked = len(self._chunks) + self._unacked
+        if chunk.HasField("handle"):
+            self._unread += 1
+            if self.outstanding > self._reading.most_unacked:
+                self._reading.most_unacked = self.outstanding
         self._wake()
 
     def fail(self, error: OmniError) -> None:
         """The link is gone: nothing that was not read counts (called by the link)."""
         self._error = error
         self._chunks.clear()
+        self._unread = 0
         self._reading.count(error)
         self._wake()
 

@@ -25,6 +25,8 @@ from gateway.config import GatewayConfig
 from omnicore.clock import SYSTEM_CLOCK, Clock
 from stage_worker.config import StageWorkerConfig
 from stage_worker.control_plane_client import ControlPlaneClient, fetch_plan
+from stage_worker.engine import Engine
+from stage_worker.engines import create_engine
 from stage_worker.worker import Worker
 from tests.integration.control_plane.harness import Client, Cluster, cluster
 from tests.support.processes import wait_until
@@ -57,9 +59,16 @@ class System:
         await wait_until(lambda: name in self.gateway.table.pipelines, what=f"pipeline {name}")
 
     async def worker(
-        self, pipeline: str = "text", stage_id: int = 0, *, announced: bool = True, **config: Any
+        self,
+        pipeline: str = "text",
+        stage_id: int = 0,
+        *,
+        announced: bool = True,
+        engine: Engine | None = None,
+        **config: Any,
     ) -> Worker:
-        """A replica, READY unless ``announced`` is false: joined only, its engine not loaded."""
+        """A replica, READY unless ``announced`` is false: joined only, its engine not loaded. ``engine``: instead of
+        the one that the plan names."""
         settings = StageWorkerConfig(
             pipeline=pipeline,
             stage_id=stage_id,
@@ -68,7 +77,9 @@ class System:
         client = ControlPlaneClient(settings.control_plane, SYSTEM_CLOCK)
         self.stack.push_async_callback(client.close)
         deadline_s = SYSTEM_CLOCK.monotonic() + 60
-        worker = Worker(settings, *await fetch_plan(client, pipeline, stage_id, deadline_s), client)
+        plan = await fetch_plan(client, pipeline, stage_id, deadline_s)
+        made = create_engine if engine is None else lambda *_: engine
+        worker = Worker(settings, *plan, client, engine_factory=made)
         self.stack.push_async_callback(worker.close)
         self.workers.append(worker)
         await worker.listen()
