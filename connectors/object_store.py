@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from connectors import codec, publish
+from connectors import codec, publish, times
 from connectors.handles import HandleStore, Reservation
 from connectors.options import StoreOptions
 from connectors.payload import Payload
@@ -107,9 +107,11 @@ class ObjectStoreConnector:
             yield publish.read_inline(handle)
             return
         self._check_backend(handle)
+        times.read_by(self.kind, zero_copy=False)
         async with self._opened(handle) as data:
-            payload = codec.decode(handle, data)
-            await publish.verify(handle, data)
+            with times.phase("sync"):
+                payload = codec.decode(handle, data)
+                await publish.verify(handle, data)
             yield payload
 
     async def get_into(self, handle: transfer_pb2.TransferHandle, into: Into, /) -> None:
@@ -120,8 +122,10 @@ class ObjectStoreConnector:
             return
         self._check_backend(handle)
         targets = checked(handle, into)
+        times.read_by(self.kind, zero_copy=False)
         async with self._opened(handle) as data:
-            await publish.fill(handle, targets, data)
+            with times.phase("sync"):
+                await publish.fill(handle, targets, data)
 
     def release(self, key: str, token: bytes) -> bool:
         """See ``Connector.release``."""
@@ -254,7 +258,8 @@ class ObjectStoreConnector:
             )
         opening = self._call(lambda: self._objects.open(key, object_bytes(handle.size_bytes)))
         try:
-            found = await self._done(opening, handle.key)
+            with times.phase("read"):
+                found = await self._done(opening, handle.key)
         except BaseException:
             opening.add_done_callback(_close_unwanted)
             raise
