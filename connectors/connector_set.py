@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-from connectors.base import ByteFetcher, Connector, ConnectorUsage
+from connectors.base import Allocating, ByteFetcher, Connector, ConnectorUsage
 from connectors.handles import DEFAULT_TTL_S, HandleStore
+from connectors.managed import ManagedBuffer, Shapes
 from connectors.payload import JsonValue, Payload
 from connectors.publish import Usage, fill_inline, read_inline
-from connectors.registry import ConnectorContext, create_connector
+from connectors.registry import ConnectorContext, ConnectorFactory, create_connector
 from connectors.shm import DEFAULT_POOL_BYTES
 from connectors.targets import Into
 from omni.v1 import transfer_pb2, types_pb2
@@ -33,7 +34,8 @@ class ConnectorSet:
     ``owner`` and ``endpoint`` are asked at every ``put``. ``fetcher`` streams the bytes of a handle from its owner
     (``TransferService.Fetch``). ``pool_bytes``: shared memory to publish into; 0 for a worker that publishes nothing.
     ``options``: connector kind → its ``extra`` of the deploy file; every kind in it is started at once, so that what
-    cannot work is an error at the start. "shm" and "grpc" are always there.
+    cannot work is an error at the start. "shm" and "grpc" are always there. ``factories``: connector kind → what makes
+    it here, in place of what is registered under that name.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class ConnectorSet:
         clock: Clock = SYSTEM_CLOCK,
         ttl_s: float = DEFAULT_TTL_S,
         options: Mapping[str, Mapping[str, JsonValue]] | None = None,
+        factories: Mapping[str, ConnectorFactory] | None = None,
     ) -> None:
         """Raises as ``create_connector``, and ``ResourceExhaustedError`` if the host has no memory for the pool."""
         self.store = HandleStore(owner, endpoint, clock=clock, ttl_s=ttl_s)
@@ -55,7 +58,9 @@ class ConnectorSet:
             raise errors.InvalidRequestError.field(f"connectors.{AUTO}.extra", "auto has no options of its own")
         others = [kind for kind in options if kind not in ("shm", "grpc", AUTO)]
         # Shared memory last: when another connector cannot start, there is no pool yet that nobody would close.
-        made = {kind: create_connector(kind, context, options.get(kind)) for kind in (*others, "grpc", "shm")}
+        made = {
+            kind: create_connector(kind, context, options.get(kind), factories) for kind in (*others, "grpc", "shm")
+        }
         self._connectors: dict[str, Connector] = {kind: made[kind] for kind in ("shm", *others, "grpc")}
         self._fetching_from: set[str] = set()
         self._auto = "shm" if self._connectors["shm"].usage().pool_bytes else "grpc"
@@ -73,6 +78,18 @@ class ConnectorSet:
         """Publish with the connector ``kind``, or with ``resolve("auto")``. Raises as ``Connector.put``, and
         ``InvalidRequestError`` for a kind that this worker does not have."""
         return await self._connectors[self.resolve(kind)].put(key, edge, sequence, payload, consumers)
+
+    async def allocate(self, kind: str, tensors: Shapes | int) -> ManagedBuffer:
+        """Room in the pool of connector ``kind`` for tensors by name (shape and wire type), or for that many bytes,
+        which the caller fills and then puts without a copy: see ``connectors.managed``. Raises as ``put``, and
+        ``UnimplementedError`` for a connector whose pool nobody else can write to."""
+        connector = self._connectors[self.resolve(kind)]
+        if not isinstance(connector, Allocating):
+            raise errors.UnimplementedError(
+                f"connector {connector.kind!r} has no memory of its own to fill: put what you have",
+                reason="NO_MANAGED_BUFFERS",
+            )
+        return await connector.allocate(tensors)
 
     def resolve(self, kind: str) -> str:
         """The connector that ``put`` uses for ``kind``. "auto" is shared memory where this worker has a pool: consumers
@@ -132,6 +149,11 @@ class ConnectorSet:
     def usages(self) -> dict[str, ConnectorUsage]:
         """Connector kind → its counts now."""
         return {kind: connector.usage() for kind, connector in self._connectors.items()}
+
+    @property
+    def leaked(self) -> int:
+        """Buffers of ``allocate`` that were dropped without being released or put: each is logged with its place."""
+        return sum(getattr(connector, "leaked", 0) for connector in self._connectors.values())
 
     def sweep(self) -> int:
         """Free handles that expired and unmap peers that are gone; call about once a second. Returns how many handles

@@ -85,12 +85,15 @@ def list_connectors() -> list[str]:
     return sorted({*_BUILT_IN, *_entry_points()})
 
 
-def create_connector(kind: str, context: ConnectorContext, extra: Mapping[str, JsonValue] | None = None) -> Connector:
-    """A connector of this kind. Raises ``InvalidRequestError`` for an unknown kind, listing the known ones, and
-    ``FailedPreconditionError`` if the library it needs cannot be imported."""
-    factory = _BUILT_IN.get(kind)
-    if factory is None:
-        factory = _load(kind)
+def create_connector(
+    kind: str,
+    context: ConnectorContext,
+    extra: Mapping[str, JsonValue] | None = None,
+    factories: Mapping[str, ConnectorFactory] | None = None,
+) -> Connector:
+    """A connector of this kind, made by ``factories`` if it is in there. Raises ``InvalidRequestError`` for an unknown
+    kind, listing the known ones, and ``FailedPreconditionError`` if the library it needs cannot be imported."""
+    factory = (factories or {}).get(kind) or _BUILT_IN.get(kind) or _load(kind)
     try:
         return factory(context, extra or {})
     except ImportError as error:

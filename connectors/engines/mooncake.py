@@ -45,8 +45,11 @@ _SESSION: Final = re.compile(r"[A-Za-z0-9._-]{1,200}:([0-9]{1,5})")
 _REGION: Final = struct.Struct("<QQ")
 _PROBE: Final = struct.pack("<QB", 4, 3) + b"{}\n"
 """The library's own probe: length of what follows, message type 3, an empty object. Any answer shows that it serves."""
+_LENGTH: Final = struct.Struct("<Q")
+_MAX_ANSWER_BYTES: Final = 4096  # it is 11 bytes
 _GREETING_S: Final = 5.0  # an idle peer answers in 0.3 ms; this leaves room for a machine that is badly overloaded
 _STUCK_S: Final = 2.0  # a first call, after the greeting, takes 5 to 20 ms
+_BATCH: Final = 128  # a peer has a queue of 1024, which all threads share; what does not fit breaks its connections
 _QUICK_S: Final = 1.5  # connections that rejections closed are made anew within 1 s
 
 
@@ -207,8 +210,7 @@ class MooncakeEngine:
             with socket.create_connection((host, int(port)), timeout=wait_s) as greeting:
                 answered = True
                 greeting.sendall(_PROBE)
-                if not greeting.recv(1):
-                    raise ConnectionResetError("it closed the connection")
+                _read_answer(greeting, time.monotonic() + wait_s)
         except OSError as error:
             silent = answered and isinstance(error, TimeoutError)
             raise TransferFailedError(
@@ -293,16 +295,14 @@ class _Native:
         if session not in self.greeted:
             self._meeting[thread] = time.monotonic()
         try:
-            if len(pieces) == 1:
-                piece = pieces[0]
-                address = remote.address + piece.remote_offset
-                code = self.engine.transfer_sync_read(session, piece.local_address, address, piece.size_bytes)
-            else:
-                code = self.engine.batch_transfer_sync_read(
+            code = 0
+            for first in range(0, len(pieces), _BATCH):
+                batch = pieces[first : first + _BATCH]
+                code = code or self.engine.batch_transfer_sync_read(
                     session,
-                    [piece.local_address for piece in pieces],
-                    [remote.address + piece.remote_offset for piece in pieces],
-                    [piece.size_bytes for piece in pieces],
+                    [piece.local_address for piece in batch],
+                    [remote.address + piece.remote_offset for piece in batch],
+                    [piece.size_bytes for piece in batch],
                 )
         finally:
             self._meeting.pop(thread, None)
@@ -315,6 +315,21 @@ class _Native:
     def destroy(self) -> None:
         """It joins its threads, and cuts what it still copies."""
         self.engine = None
+
+
+def _read_answer(greeting: socket.socket, deadline_s: float) -> None:
+    """Raises ``OSError`` unless one comes: a length, and so many bytes. All are read, so that the peer's end of the
+    connection closes in peace."""
+    missing, answer = _LENGTH.size, b""
+    while missing:
+        greeting.settimeout(max(0.001, deadline_s - time.monotonic()))
+        piece = greeting.recv(min(missing, 65536))
+        if not piece:
+            raise ConnectionResetError("it closed the connection")
+        answer += piece
+        missing -= len(piece)
+        if len(answer) == _LENGTH.size:
+            missing = min(_LENGTH.unpack(answer)[0], _MAX_ANSWER_BYTES)
 
 
 def _own_host(host: str) -> str:

@@ -11,10 +11,12 @@ import orjson
 import pytest
 
 from connectors.payload import JsonValue
+from connectors.registry import ConnectorFactory
 from omnicore.clock import ManualClock
 from tests.contract.connectors.peer import Peer, running_peer
 from tests.support.processes import wait_until
 from tests.support.stores import mooncake_master, yuanrong_worker  # noqa: F401 (fixtures)
+from tests.support.transfer_engines import Engines, mooncake_engines  # noqa: F401 (fixture)
 
 Options = dict[str, dict[str, JsonValue]]
 
@@ -48,6 +50,7 @@ KINDS = {
     "shm": Traits(),
     "grpc": Traits(reads_copies=True),
     "cuda_ipc": Traits(),
+    "mooncake": Traits("mooncake_engines", reads_copies=True),
     "mooncake_store": Traits("mooncake_master", frees_later=True, reads_copies=True),
     "yuanrong": Traits("yuanrong_worker", frees_later=True, reads_copies=True, outlives_owner=True),
 }
@@ -78,14 +81,29 @@ def options(request: pytest.FixtureRequest, extra: dict[str, JsonValue]) -> Opti
     """Of the peers: for all connectors that are always there, and for the one under test."""
     if not extra:
         return OPTIONS
-    # Room comes back when a process beside this one has answered.
-    mine: dict[str, JsonValue] = {"inline_bytes": 0, "put_wait_s": 2.0, "pool_bytes": 1 << 20}
-    return {**OPTIONS, request.getfixturevalue("kind"): {**extra, **mine}}
+    kind = request.getfixturevalue("kind")
+    # Some give room back when a process beside this one has answered.
+    wait_s = 2.0 if KINDS[kind].frees_later else 1.0
+    mine: dict[str, JsonValue] = {"inline_bytes": 0, "put_wait_s": wait_s, "pool_bytes": 1 << 20}
+    return {**OPTIONS, kind: {**extra, **mine}}
 
 
 async def settled(peer: Peer, free_bytes: int) -> None:
     """Wait until so much is free: at once, where freeing takes no time."""
     await wait_until(lambda: peer.connectors.usage().free_bytes == free_bytes, what=f"{free_bytes} bytes free")
+
+
+Factories = Callable[[bool], dict[str, ConnectorFactory]]
+
+
+@pytest.fixture
+def factories(request: pytest.FixtureRequest) -> Factories:
+    """What makes the connector under test where its engine is shared, for a producer (True) or a consumer."""
+    kind = request.getfixturevalue("kind") if "kind" in request.fixturenames else ""
+    if kind != "mooncake":
+        return lambda producing: {}
+    engines: Engines = request.getfixturevalue("mooncake_engines")
+    return lambda producing: engines.factories(producing=producing)
 
 
 @pytest.fixture
@@ -94,9 +112,9 @@ def clock() -> ManualClock:
 
 
 @pytest.fixture
-async def producer(clock: ManualClock, options: Options) -> AsyncIterator[Peer]:
+async def producer(clock: ManualClock, options: Options, factories: Factories) -> AsyncIterator[Peer]:
     """A worker that publishes into 1 MiB; whatever happens in the test, it ends empty."""
-    async with running_peer(clock=clock, options=options) as peer:
+    async with running_peer(clock=clock, options=options, factories=factories(True)) as peer:
         before = peer.connectors.usage().free_bytes
         yield peer
         await peer.connectors.close()
@@ -105,9 +123,9 @@ async def producer(clock: ManualClock, options: Options) -> AsyncIterator[Peer]:
 
 
 @pytest.fixture
-async def consumer(options: Options) -> AsyncIterator[Peer]:
+async def consumer(options: Options, factories: Factories) -> AsyncIterator[Peer]:
     """A worker that only reads."""
-    async with running_peer(pool_bytes=0, options=options) as peer:
+    async with running_peer(pool_bytes=0, options=options, factories=factories(False)) as peer:
         yield peer
 
 

@@ -18,6 +18,7 @@ import orjson
 
 from connectors.connector_set import ConnectorSet
 from connectors.payload import JsonValue, Payload
+from connectors.registry import ConnectorFactory
 from omni.v1 import transfer_pb2, types_pb2
 from omni.v1 import transfer_service_pb2 as pb
 from omni.v1 import transfer_service_pb2_grpc as pb_grpc
@@ -114,6 +115,7 @@ async def running_peer(
     pool_bytes: int = 1 << 20,
     clock: Clock = SYSTEM_CLOCK,
     options: Mapping[str, Mapping[str, JsonValue]] | None = None,
+    factories: Mapping[str, ConnectorFactory] | None = None,
 ) -> AsyncIterator[Peer]:
     """A serving peer; TTL 10 s by ``clock``."""
     peer = Peer()
@@ -125,6 +127,7 @@ async def running_peer(
         clock=clock,
         ttl_s=10,
         options=options,
+        factories=factories,
     )
     server = await rpc.serve(
         lambda server: pb_grpc.add_TransferServiceServicer_to_server(Transfer(peer), server),

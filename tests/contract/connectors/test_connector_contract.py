@@ -15,7 +15,7 @@ from connectors.payload import JsonValue, Payload
 from omni.v1 import transfer_pb2
 from omnicore import errors
 from omnicore.clock import ManualClock
-from tests.contract.connectors.conftest import Traits, settled
+from tests.contract.connectors.conftest import Factories, Traits, settled
 from tests.contract.connectors.peer import EDGE, Peer, running_peer, tensor
 from tests.support.processes import wait_until
 
@@ -304,9 +304,12 @@ async def test_truncated_handles_are_refused(kind: str, producer: Peer, consumer
         assert got.tensors["x"].tobytes() == tensor(KIB, 1).tobytes()
 
 
-async def test_checksum_finds_a_flipped_byte(kind: str, extra: dict[str, JsonValue], consumer: Peer) -> None:
+async def test_checksum_finds_a_flipped_byte(
+    kind: str, extra: dict[str, JsonValue], factories: Factories, consumer: Peer
+) -> None:
     threshold = "shm_threshold_bytes" if kind == "shm" else "inline_bytes"
-    async with running_peer(options={kind: {**extra, "checksum": True, threshold: 128}}) as producer:
+    options = {kind: {**extra, "checksum": True, threshold: 128}}
+    async with running_peer(options=options, factories=factories(True)) as producer:
         for key, size in (("inline", 100), ("behind", 5 * KIB), ("text", 0)):
             sent = payload(size) if size else Payload(text="text")
             handle = await producer.connectors.put(kind, key, EDGE, 0, sent)
@@ -343,10 +346,11 @@ async def test_many_at_once_are_never_mixed(kind: str, producer: Peer, consumer:
 
 
 async def test_large_payload_is_copied_beside_the_event_loop(
-    kind: str, extra: dict[str, JsonValue], consumer: Peer
+    kind: str, extra: dict[str, JsonValue], factories: Factories, consumer: Peer
 ) -> None:
     size = 9 << 20
-    async with running_peer(pool_bytes=16 << 20, options={kind: {**extra, "checksum": True}}) as producer:
+    options = {kind: {**extra, "checksum": True}}
+    async with running_peer(pool_bytes=16 << 20, options=options, factories=factories(True)) as producer:
         free = producer.connectors.usage().free_bytes
         handle = await producer.connectors.put(kind, "k", EDGE, 0, payload(size))
         assert (await read(consumer, handle)).tensors["x"].tobytes() == tensor(size, 1).tobytes()
