@@ -166,6 +166,35 @@ class MooncakeOptions(OneSidedOptions):
     """RDMA devices, separated by commas; empty: all."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class NixlOptions(OneSidedOptions):
+    """Options of NIXL; how bytes travel is UCX's affair, in the environment (UCX_TLS, UCX_NET_DEVICES)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MoriOptions(OneSidedOptions):
+    """Options of Mori."""
+
+    backend: str = "rdma"
+    """rdma, or between GPUs xgmi or fabric."""
+    host: str = "auto"
+    """Where peers reach this worker's engine; auto: the address that leads out of this host."""
+    port: int = _option(0, high=65535)
+    """Where it listens, for peers to connect; 0: any. One that is taken is an error."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class YuanrongTransferEngineOptions(OneSidedOptions):
+    """Options of Yuanrong's TransferEngine."""
+
+    host: str = "auto"
+    """Where peers reach this worker's engine; auto: the address that leads out of this host."""
+    port: int = _option(0, high=65535)
+    """Where it listens, for peers to connect; 0: any. One that is taken is an error."""
+    device: str = "auto"
+    """npu:N; auto: the first that this worker sees."""
+
+
 def parse_options(cls: type[T], kind: str, extra: Mapping[str, JsonValue]) -> T:
     """``extra`` as a ``cls``, whose fields are ``bool``, ``int``, ``float`` or ``str``. Raises ``InvalidRequestError``
     for an unknown key, with the nearest one, for a wrong type and for a number out of range."""

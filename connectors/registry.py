@@ -62,6 +62,18 @@ def _mooncake(context: ConnectorContext, extra: Mapping[str, JsonValue]) -> Conn
     return engines.mooncake(context.store, extra, pool_bytes=context.pool_bytes)
 
 
+def _nixl(context: ConnectorContext, extra: Mapping[str, JsonValue]) -> Connector:
+    return engines.nixl(context.store, extra, pool_bytes=context.pool_bytes)
+
+
+def _mori(context: ConnectorContext, extra: Mapping[str, JsonValue]) -> Connector:
+    return engines.mori(context.store, extra, pool_bytes=context.pool_bytes)
+
+
+def _yuanrong_transfer_engine(context: ConnectorContext, extra: Mapping[str, JsonValue]) -> Connector:
+    return engines.yuanrong_transfer_engine(context.store, extra, pool_bytes=context.pool_bytes)
+
+
 def _mooncake_store(context: ConnectorContext, extra: Mapping[str, JsonValue]) -> Connector:
     return stores.mooncake_store(context.store, extra)
 
@@ -76,7 +88,10 @@ _BUILT_IN: Mapping[str, ConnectorFactory] = {
     "cuda_ipc": _cuda_ipc,
     "mooncake": _mooncake,
     "mooncake_store": _mooncake_store,
+    "nixl": _nixl,
+    "mori": _mori,
     "yuanrong": _yuanrong,
+    "yuanrong_transfer_engine": _yuanrong_transfer_engine,
 }
 
 

@@ -215,21 +215,24 @@ class _Native:
     def read(self, peer: Any, memory: Any, remote: RemoteRegion, pieces: Sequence[Piece], deadline_s: float) -> None:
         """Raises ``TransferFailedError``."""
         self._know(remote.session, peer)
-        local = self._local(pieces[0].local_address)
-        starts = [piece.local_address - local.data for piece in pieces]
+        by_memory: dict[int, tuple[Any, list[Piece]]] = {}
+        for piece in pieces:
+            local = self._local(piece.local_address)
+            by_memory.setdefault(local.data, (local, []))[1].append(piece)
+        groups = list(by_memory.values())
         try:
-            (status,) = self.engine.batch_read(
-                [local],
-                [starts],
-                [memory],
-                [[piece.remote_offset for piece in pieces]],
-                [[piece.size_bytes for piece in pieces]],
-                [self.engine.allocate_transfer_uid()],
+            statuses = self.engine.batch_read(
+                [local for local, _ in groups],
+                [[piece.local_address - local.data for piece in group] for local, group in groups],
+                [memory for _ in groups],
+                [[piece.remote_offset for piece in group] for _, group in groups],
+                [[piece.size_bytes for piece in group] for _, group in groups],
+                [self.engine.allocate_transfer_uid() for _ in groups],
             )
         except RuntimeError as error:
             self.broken = True
             raise TransferFailedError(f"Mori read from {remote.session}: {error}", fenced=False) from error
-        self._await(status, remote, deadline_s)
+        self._await(statuses, remote, deadline_s)
 
     def forget(self, session: str) -> None:
         with self._lock:
@@ -276,25 +279,28 @@ class _Native:
                     return memory
         raise errors.InternalError(f"address {address:#x} is not in memory that was registered with Mori")
 
-    def _await(self, status: Any, remote: RemoteRegion, deadline_s: float) -> None:
+    def _await(self, statuses: Sequence[Any], remote: RemoteRegion, deadline_s: float) -> None:
+        """One status for each of our memories; all have to succeed."""
         begin_s = time.monotonic() + _BEGIN_S
-        while status.InProgress() or (status.Init() and time.monotonic() < begin_s):
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                with self._lock:
-                    self.overdue.append(status)
-                raise self._failed(remote, "TIMED_OUT", "timed out", fenced=False)
-            if status.Init():
-                time.sleep(0.0001)
-            else:
-                status.WaitFor(max(1, min(_WAIT_MS, int(left_s * 1000))))
-        if status.Succeeded():
+        for number, status in enumerate(statuses):
+            while status.InProgress() or (status.Init() and time.monotonic() < begin_s):
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    with self._lock:
+                        self.overdue += statuses[number:]
+                    raise self._failed(remote, "TIMED_OUT", "timed out", fenced=False)
+                if status.Init():
+                    time.sleep(0.0001)
+                else:
+                    status.WaitFor(max(1, min(_WAIT_MS, int(left_s * 1000))))
+        wrong = [status for status in statuses if not status.Succeeded()]
+        if not wrong:
             return
-        code = status.Code().name
-        if code not in _REFUSED:
-            self.broken = True
+        refused = all(status.Code().name in _REFUSED for status in wrong)
+        self.broken = self.broken or not refused
         self.forget(remote.session)
-        raise self._failed(remote, code, f"{code}: {status.Message()}", fenced=code in _REFUSED)
+        code = wrong[0].Code().name
+        raise self._failed(remote, code, f"{code}: {wrong[0].Message()}", fenced=refused)
 
     @staticmethod
     def _failed(remote: RemoteRegion, code: str, what: str, *, fenced: bool) -> TransferFailedError:

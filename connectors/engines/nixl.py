@@ -231,8 +231,8 @@ class _Reader:
         self._know(remote.session, metadata)
         library = self.agent.library
         kind, device_id = _location(library, device.decode())
-        for step in _steps(pieces):
-            local_kind, local_id = self._local(step[0].local_address)
+        groups = (group for step in _steps(pieces) for group in self._by_location(step))
+        for (local_kind, local_id), step in groups:
             local = library.nixlXferDList(local_kind, [(p.local_address, p.size_bytes, local_id) for p in step])
             there = [(remote.address + p.remote_offset, p.size_bytes, device_id) for p in step]
             try:
@@ -299,11 +299,18 @@ class _Reader:
                 raise errors.DataLossError(f"a handle of {session!r} holds data of {name!r}", reason="BAD_HANDLE")
             known.add(metadata)
 
-    def _local(self, address: int) -> tuple[Any, int]:
-        for region in self.agent.regions:
-            if region.holds(address):
-                return region.kind, region.device_id
-        raise errors.InternalError(f"address {address:#x} is not in memory that was registered with NIXL")
+    def _by_location(self, pieces: list[Piece]) -> list[tuple[tuple[Any, int], list[Piece]]]:
+        """Kind and number of the device that they go to, and the pieces."""
+        found = [next((r for r in self.agent.regions if r.holds(piece.local_address)), None) for piece in pieces]
+        groups: list[tuple[tuple[Any, int], list[Piece]]] = []
+        for piece, region in zip(pieces, found, strict=True):
+            if region is None:
+                raise errors.InternalError(f"address {piece.local_address:#x} is not registered with NIXL")
+            location = (region.kind, region.device_id)
+            if not groups or groups[-1][0] != location:
+                groups.append((location, []))
+            groups[-1][1].append(piece)
+        return groups
 
     def _transfer(self, remote: RemoteRegion, request: int, deadline_s: float) -> None:
         # The native agent is never a local variable: the traceback of an error, which callers may keep, would keep it.

@@ -37,6 +37,19 @@ def test_many_pieces_at_once(peer: PeerProcess, reader: Reader) -> None:
         assert is_pattern(reader.memory[i * 100 : i * 100 + 100], (count - i) * 100)
 
 
+def test_pieces_may_go_to_different_memory(peer: PeerProcess, reader: Reader) -> None:
+    more = [np.zeros(5000, np.uint8) for _ in range(2)]
+    regions = [reader.engine.register(memory.ctypes.data, memory.nbytes, "cpu") for memory in more]
+    places = [regions[0].address, reader.address, regions[1].address, regions[0].address + 2500]
+    pieces = [Piece(address, number * 3000, 2500) for number, address in enumerate(places)]
+    reader.engine.read(peer.region, pieces, GUARD_S)
+    for region in regions:
+        reader.engine.unregister(region)
+    for memory, first in ((more[0], 0), (reader.memory, 3000), (more[1], 6000), (more[0][2500:], 9000)):
+        assert is_pattern(memory[:2500], first)
+    assert not more[1][2500:].any()
+
+
 def test_threads_read_at_once_into_places_of_their_own(peer: PeerProcess, reader: Reader) -> None:
     failures: list[BaseException] = []
     share = reader.memory.size // 4
