@@ -18,6 +18,7 @@ import time
 from collections.abc import Collection, Sequence
 
 from gateway.graph import RoutePlan, StageStep
+from gateway.paths import EdgePaths
 from gateway.replica_session import ReplicaSession
 from gateway.replica_table import Claim
 from gateway.request import RequestState
@@ -25,6 +26,7 @@ from gateway.router import Router
 from gateway.stage_pool import Assignment
 from omni.v1 import output_pb2, pipeline_pb2, sampling_pb2, stage_service_pb2, types_pb2
 from omnicore import errors
+from omnicore.routing import AUTO
 from omnicore.turns import Turn, Turns
 
 EdgeKey = tuple[str, int, int]
@@ -105,6 +107,7 @@ class Attempt:
         number: int,
         exclude: Collection[Claim],
         edges: Turns[EdgeKey],
+        paths: EdgePaths,
     ) -> None:
         self.state = state
         self.number = number
@@ -113,6 +116,7 @@ class Attempt:
         self._router = router
         self._exclude = exclude
         self._edges = edges
+        self._paths = paths
         self._queued: dict[int, list[Turn[EdgeKey]]] = {}  # consumer stage → its turns, until it runs
         self._plan: RoutePlan = state.plan
         self._left = len(self._plan.steps)
@@ -284,10 +288,18 @@ class Attempt:
                 to_stage=edge.to_stage,
                 flow=flow,
                 chunk_by=edge.chunk_by,
-                connector=self._plan.connector_kind(edge),
+                connector=self._connector(run, edge),
                 consumers=1,
             )
         return call
+
+    def _connector(self, run: StageRun, edge: pipeline_pb2.Edge) -> str:
+        kind = self._plan.connector_kind(edge)
+        consumer = self.runs.get(edge.to_stage)
+        if kind != AUTO or consumer is None:  # data that is published before its consumer is known
+            return kind
+        views = run.assignment.slot.view, consumer.assignment.slot.view
+        return self._paths.connector(self._plan, edge, views[0].record, views[1].record)
 
     def _input(self, edge: pipeline_pb2.Edge) -> stage_service_pb2.EdgeInput:
         producer = self.runs[edge.from_stage]

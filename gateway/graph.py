@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from omni.v1 import pipeline_pb2
-from omnicore.routing import needed_connectors
+from omnicore.routing import AUTO, auto_choices, needed_connectors
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,10 +40,16 @@ class RoutePlan:
     async_chunk: bool
     connectors: Mapping[str, str]
     """Connector name, as edges say it, to its kind."""
+    choices: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
+    """Connector name to the kinds that its "auto" may take, where the deploy file says that."""
 
     def connector_kind(self, edge: pipeline_pb2.Edge) -> str:
         """What to publish with on this edge; "auto" where the edge does not say."""
-        return self.connectors.get(edge.connector, edge.connector) or "auto"
+        return self.connectors.get(edge.connector, edge.connector) or AUTO
+
+    def among(self, edge: pipeline_pb2.Edge) -> frozenset[str]:
+        """The kinds that "auto" may take on this edge; empty for any."""
+        return self.choices.get(edge.connector, frozenset())
 
 
 class PipelineGraph:
@@ -95,7 +101,7 @@ class PipelineGraph:
         needed = below & self._closure(emitters & below, forward=False)
         steps = tuple(self._step(stage_id, entry, needed, emitters) for stage_id in self._ordered(needed))
         kinds = {connector.name: connector.kind for connector in self.pipeline.connectors}
-        plan = RoutePlan(steps, self.pipeline.async_chunk, kinds)
+        plan = RoutePlan(steps, self.pipeline.async_chunk, kinds, auto_choices(self.pipeline.connectors))
         self._plans[entry, wanted] = plan
         return plan
 

@@ -118,6 +118,11 @@ class _Tables(Collector):
             waiting.add_metric(labels, queued)
         yield inflight
         yield waiting
+        paths = self._orchestrator.paths.calls
+        calls: dict[tuple[str, ...], int] = {
+            (name, str(producer), str(consumer), *path): n for (name, producer, consumer, *path), n in paths.items()
+        }
+        yield _counter(metrics.GATEWAY_EDGE_PATHS, calls)
 
     def _pools(self) -> Iterable[Metric]:
         calls: dict[tuple[str, ...], int] = {}

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine
 
 from gateway.admission import Admission
 from gateway.attempt import Attempt, EdgeKey
+from gateway.paths import EdgePaths
 from gateway.replica_table import Claim
 from gateway.request import RequestRecord, RequestSpec, RequestState
 from gateway.router import Router
@@ -62,6 +63,7 @@ class Orchestrator:
         """Pipeline → attempts begun again."""
         self.edges: Turns[EdgeKey] = Turns()
         """Turns at edges with ``max_inflight``."""
+        self.paths = EdgePaths()
         self.admission = admission
         self._router = router
         self._retry_limit = retry_limit
@@ -160,7 +162,7 @@ class Orchestrator:
         backoff = Backoff(initial_s=0.03, max_s=0.5, rng=self._rng)
         number = 0
         while True:
-            attempt = owner.attempt = Attempt(state, self._router, number, tried, self.edges)
+            attempt = owner.attempt = Attempt(state, self._router, number, tried, self.edges, self.paths)
             try:
                 return await attempt.run()
             except errors.UnavailableError as error:

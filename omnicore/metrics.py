@@ -92,6 +92,12 @@ GATEWAY_EDGE_WAITING = Metric(
     "Requests of this gateway that wait for their turn at such an edge.",
     ("pipeline", "from_stage", "to_stage"),
 )
+GATEWAY_EDGE_PATHS = Metric(
+    "omni_gateway_edge_paths_total",
+    "counter",
+    'Calls dispatched over an edge whose connector is "auto", by the path that was chosen.',
+    ("pipeline", "from_stage", "to_stage", "connector", "backend"),
+)
 GATEWAY_CONTROL_PLANE_UP = Metric(
     "omni_gateway_control_plane_connected", "gauge", "1 while both watches have a control plane."
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 AUTO: Final = "auto"
 
@@ -54,12 +54,27 @@ class NamedConnector(Protocol):
         """What it is."""
         ...
 
+    @property
+    def extra(self) -> Any:
+        """Its options: a protobuf Struct."""
+        ...
+
 
 def needed_connectors(edges: Iterable[Edge], connectors: Iterable[NamedConnector], stage_id: int) -> frozenset[str]:
     """The kinds of connector that a replica of a stage moves data with; ``AUTO`` among them means any."""
     kinds = {connector.name: connector.kind for connector in connectors}
     mine = [edge.connector for edge in edges if stage_id in (edge.from_stage, edge.to_stage)]
     return frozenset(kinds.get(name, name) or AUTO for name in mine)
+
+
+def auto_choices(connectors: Iterable[NamedConnector]) -> dict[str, frozenset[str]]:
+    """The kinds among which an "auto" connector is to choose (``extra.among``), by its name; none of those that may
+    take any."""
+    choices: dict[str, frozenset[str]] = {}
+    for connector in connectors:
+        if connector.kind == AUTO and "among" in connector.extra:
+            choices[connector.name] = frozenset(str(kind) for kind in connector.extra["among"])
+    return choices
 
 
 def lacking_connectors(needed: Iterable[str], offers: Iterable[Offer]) -> list[str]:
