@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from connectors.managed import ManagedBuffer, Shapes
 from connectors.payload import Payload
 from connectors.targets import Into
 from omni.v1 import transfer_pb2, types_pb2
@@ -67,6 +68,15 @@ class Connector(Protocol):
 
     async def close(self) -> None:
         """Free everything. May be called more than once; ``put`` and ``get`` raise ``UnavailableError`` afterwards."""
+        ...
+
+
+@runtime_checkable
+class Allocating(Protocol):
+    """A connector whose pool producers can write to themselves."""
+
+    async def allocate(self, tensors: Shapes | int) -> ManagedBuffer:
+        """See ``ConnectorSet.allocate``."""
         ...
 
 

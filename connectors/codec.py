@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from connectors import metadata as facts
 from connectors.copying import copy
 from connectors.dtypes import DTYPES, dtype_name, raw_view
 from connectors.payload import Payload
-from connectors.torch_tensors import DeviceTensor, from_torch, is_torch
+from connectors.torch_tensors import DeviceTensor, from_torch, is_torch, torch_dtype
 from omni.v1 import transfer_pb2
 from omnicore import errors
 
@@ -84,6 +84,52 @@ class Encoded:
         target = bytearray(self.size_bytes)
         self.write_into(memoryview(target))
         return bytes(target)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """Where tensors lie that are not there yet."""
+
+    specs: Sequence[transfer_pb2.TensorSpec]
+    size_bytes: int
+
+    @property
+    def by_name(self) -> dict[str, transfer_pb2.TensorSpec]:
+        """The headers by name."""
+        return {spec.name: spec for spec in self.specs}
+
+
+def lay_out(shapes: Mapping[str, tuple[Sequence[int], str]]) -> Layout:
+    """The layout of tensors of these shapes and types (wire names). Raises ``InvalidRequestError`` that names what
+    cannot be sent."""
+    if len(shapes) > MAX_TENSORS:
+        raise errors.InvalidRequestError.field("tensors", f"{len(shapes)}, at most {MAX_TENSORS}")
+    specs: list[transfer_pb2.TensorSpec] = []
+    end = 0
+    for name, (shape, dtype) in shapes.items():
+        path = f"tensors[{name!r}]"
+        if not name or len(shape) > _MAX_DIMENSIONS or any(side < 0 for side in shape):
+            raise errors.InvalidRequestError.field(path, f"a name, and at most {_MAX_DIMENSIONS} sizes from 0 on")
+        if dtype not in DTYPES:
+            raise errors.InvalidRequestError.field(
+                path, f"has type {dtype!r}; accepted: {', '.join(DTYPES)}", reason="UNSUPPORTED_DTYPE"
+            )
+        size = math.prod(shape) * DTYPES[dtype].itemsize
+        if size > _MAX_BYTES:
+            raise errors.InvalidRequestError.field(path, f"{list(shape)} is beyond any memory")
+        specs.append(
+            transfer_pb2.TensorSpec(name=name, dtype=dtype, shape=shape, offset_bytes=aligned(end), size_bytes=size)
+        )
+        end = aligned(end) + size
+    return Layout(specs, end)
+
+
+def device_view(spec: transfer_pb2.TensorSpec, data: Any) -> Any:
+    """The tensor of ``spec`` in ``data``, which holds all bytes as a flat uint8 torch tensor."""
+    flat = data[spec.offset_bytes : spec.offset_bytes + spec.size_bytes]
+    # An empty view of another type would need its place to be aligned for nothing.
+    typed = flat.view(torch_dtype(spec.dtype)) if spec.size_bytes else flat.to(torch_dtype(spec.dtype))
+    return typed.reshape(tuple(spec.shape))
 
 
 def encode(payload: Payload) -> Encoded:

@@ -22,12 +22,13 @@ from connectors import metadata as facts
 from connectors.cuda import Cuda, DriverCuda, Event
 from connectors.device_peers import DevicePeers, DeviceReading
 from connectors.device_pool import DevicePool, DeviceSlot
-from connectors.handles import HandleStore, Reservation
+from connectors.handles import Elsewhere, HandleStore, Reservation
+from connectors.managed import ManagedBuffer, Shapes
 from connectors.options import CudaIpcOptions
 from connectors.payload import Payload
 from connectors.space import HeapSpace, Space
 from connectors.targets import Into, whole
-from connectors.torch_tensors import DeviceTensor, as_torch, is_torch, load_torch, torch_dtype
+from connectors.torch_tensors import DeviceTensor, as_torch, is_torch, load_torch
 from omni.v1 import transfer_pb2, types_pb2
 from omnicore import errors
 
@@ -104,6 +105,15 @@ class CudaIpcConnector:
             finally:
                 await self._settle()
             reading.check_intact()
+
+    async def allocate(self, tensors: Shapes | int) -> ManagedBuffer:
+        """See ``ConnectorSet.allocate``: device memory, whose tensors are torch's."""
+        return await self._publisher.allocate(tensors)
+
+    @property
+    def leaked(self) -> int:
+        """Buffers that were dropped without a word."""
+        return self._publisher.leaked
 
     async def get_into(self, handle: transfer_pb2.TransferHandle, into: Into, /) -> None:
         """See ``Connector.get_into``: one copy, by the device, behind what the caller's current stream was given. The
@@ -191,6 +201,20 @@ class _DevicePublisher(publish.Publisher):
         while self._writing:
             await asyncio.wait(self._writing)
 
+    def _holding(self, slot: Any) -> Callable[[], None]:
+        stack = contextlib.ExitStack()
+        stack.enter_context(slot.held())  # the producer's kernels may write to it even when the connector closes
+        stack.callback(super()._holding(slot))
+        return stack.close
+
+    async def _sum(self, slot: Any) -> int:
+        # What the producer has given its stream for the buffer comes first.
+        await settled(self._cuda.now([self._device]))
+        return zlib.crc32(await _in_thread(to_host, slot.data)) if self._checksum else 0
+
+    def _readable(self, slot: Any) -> Elsewhere:
+        return lambda: _brought(slot)
+
     async def _publish_slot(self, reservation: Reservation, encoded: codec.Encoded) -> transfer_pb2.TransferHandle:
         slot: Any = await self._queue.allocate(encoded.size_bytes)
         release = self._queue.releaser(slot)
@@ -202,7 +226,7 @@ class _DevicePublisher(publish.Publisher):
             if self._checksum:
                 reservation.handle.crc32 = crc32
             slot.locate(reservation.handle)
-            return reservation.publish(lambda: _brought(slot), release)
+            return reservation.publish(self._readable(slot), release)
         except BaseException:
             if writing.done():
                 release()
@@ -248,13 +272,7 @@ def _pairs(encoded: codec.Encoded, data: Any) -> list[tuple[Any, Any]]:
 
 def views(handle: transfer_pb2.TransferHandle, data: Any) -> dict[str, Any]:
     """The tensors of a handle whose headers were checked, as views of its bytes."""
-    found: dict[str, Any] = {}
-    for spec in handle.tensors:
-        flat = data[spec.offset_bytes : spec.offset_bytes + spec.size_bytes]
-        # An empty view of another type would need its place to be aligned for nothing.
-        typed = flat.view(torch_dtype(spec.dtype)) if spec.size_bytes else flat.to(torch_dtype(spec.dtype))
-        found[spec.name] = typed.reshape(tuple(spec.shape))
-    return found
+    return {spec.name: codec.device_view(spec, data) for spec in handle.tensors}
 
 
 def _matched(handle: transfer_pb2.TransferHandle, data: Any, into: Mapping[str, Any]) -> list[tuple[Any, Any]]:

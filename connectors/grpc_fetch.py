@@ -11,6 +11,7 @@ import numpy as np
 from connectors import codec, publish, times
 from connectors.base import ByteFetcher
 from connectors.handles import HandleStore
+from connectors.managed import ManagedBuffer, Shapes
 from connectors.options import GrpcOptions
 from connectors.payload import Payload
 from connectors.space import HeapSpace
@@ -48,6 +49,15 @@ class GrpcConnector:
     ) -> transfer_pb2.TransferHandle:
         """See ``Connector.put``."""
         return await self._publisher.put(key, edge, sequence, payload, consumers)
+
+    async def allocate(self, tensors: Shapes | int) -> ManagedBuffer:
+        """See ``ConnectorSet.allocate``."""
+        return await self._publisher.allocate(tensors)
+
+    @property
+    def leaked(self) -> int:
+        """Buffers that were dropped without a word."""
+        return self._publisher.leaked
 
     @contextlib.asynccontextmanager
     async def get(self, handle: transfer_pb2.TransferHandle) -> AsyncIterator[Payload]:

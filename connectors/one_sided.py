@@ -20,6 +20,7 @@ from connectors.engines.base import LocalRegion, Piece, RemoteRegion, TransferEn
 from connectors.engines.descriptor import MAX_DESCRIPTOR_BYTES
 from connectors.handles import HandleStore
 from connectors.lanes import Lane
+from connectors.managed import ManagedBuffer, Shapes
 from connectors.one_sided_reader import Reader, ReaderStats
 from connectors.options import OneSidedOptions
 from connectors.payload import Payload
@@ -89,6 +90,15 @@ class OneSidedConnector:
     ) -> transfer_pb2.TransferHandle:
         """See ``Connector.put``."""
         return await self._publisher.put(key, edge, sequence, payload, consumers)
+
+    async def allocate(self, tensors: Shapes | int) -> ManagedBuffer:
+        """See ``ConnectorSet.allocate``."""
+        return await self._publisher.allocate(tensors)
+
+    @property
+    def leaked(self) -> int:
+        """Buffers that were dropped without a word."""
+        return self._publisher.leaked
 
     @contextlib.asynccontextmanager
     async def get(self, handle: transfer_pb2.TransferHandle) -> AsyncIterator[Payload]:

@@ -22,6 +22,8 @@ class Payload:
     tensors: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     text: str | None = None
     metadata: Mapping[str, JsonValue] = dataclasses.field(default_factory=dict)
+    buffer: Any = dataclasses.field(default=None, compare=False, repr=False)
+    """The ``ManagedBuffer`` that the tensors lie in, if they do: see ``connectors.managed``."""
 
     @property
     def size_bytes(self) -> int:

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from connectors import codec
-from connectors.handles import HandleStore, Reservation
+from connectors.handles import Elsewhere, HandleStore, Reservation
+from connectors.managed import BYTES, LeakCount, ManagedBuffer, Shapes
+from connectors.metadata import to_struct
 from connectors.payload import Payload
 from connectors.space import Slot, Space, SpaceQueue
 from connectors.targets import Into, Targets, checked
@@ -46,11 +48,14 @@ class Publisher:
         self._queue = SpaceQueue(space, put_wait_s, kind)
         self._inline_bytes = inline_bytes
         self._checksum = checksum
+        self._leaks = LeakCount()
 
     async def put(
         self, key: str, edge: transfer_pb2.EdgeRef, sequence: int, payload: Payload, consumers: int
     ) -> transfer_pb2.TransferHandle:
         """``Connector.put``. The payload's tensors must not change until this returns."""
+        if payload.buffer is not None and (slot := payload.buffer.slot_in(self._space)) is not None:
+            return await self._put_buffer(key, edge, sequence, payload, consumers, slot)
         encoded = codec.encode(payload)
         reservation = self._store.reserve(key, edge, sequence, consumers, self._kind)
         try:
@@ -61,6 +66,53 @@ class Publisher:
         except BaseException:
             reservation.cancel()
             raise
+
+    async def allocate(self, tensors: Shapes | int) -> ManagedBuffer:
+        """Room in the pool for a producer to fill. Raises as ``put`` does for want of room, and ``InvalidRequestError``
+        for shapes that do not travel."""
+        shapes = {BYTES: ((tensors,), "uint8")} if isinstance(tensors, int) else tensors
+        layout = codec.lay_out(shapes)
+        slot = await self._queue.allocate(layout.size_bytes)
+        return ManagedBuffer(self._space, slot, self._holding(slot), layout, self._leaks)
+
+    def _holding(self, slot: Slot) -> Callable[[], None]:
+        """What gives ``slot`` back, which a producer has now."""
+        return self._queue.releaser(slot)
+
+    async def _put_buffer(
+        self,
+        key: str,
+        edge: transfer_pb2.EdgeRef,
+        sequence: int,
+        payload: Payload,
+        consumers: int,
+        slot: Slot,
+    ) -> transfer_pb2.TransferHandle:
+        """``put`` of what lies in the pool already."""
+        buffer: ManagedBuffer = payload.buffer
+        facts = to_struct(payload.metadata)
+        reservation = self._store.reserve(key, edge, sequence, consumers, self._kind)
+        try:
+            handle = reservation.handle
+            codec.Encoded(buffer.specs, (), None, facts, buffer.size_bytes).describe(handle)
+            crc32 = await self._sum(slot)
+            if self._checksum:
+                handle.crc32 = crc32
+            release = buffer.take_over()
+            try:
+                slot.locate(handle)
+                return reservation.publish(self._readable(slot), release)
+            except BaseException:
+                release()
+                raise
+        except BaseException:
+            reservation.cancel()
+            raise
+
+    @property
+    def leaked(self) -> int:
+        """Buffers that were dropped without being released or published."""
+        return self._leaks.leaked
 
     def usage(self) -> Usage:
         """Counts now."""
@@ -84,7 +136,7 @@ class Publisher:
             if self._checksum:
                 reservation.handle.crc32 = crc32
             slot.locate(reservation.handle)
-            return reservation.publish(slot.view, release)
+            return reservation.publish(self._readable(slot), release)
         except BaseException:
             if writing is not None and not writing.done():
                 # The thread goes on writing: nobody else may have the slot before it has finished.
@@ -92,6 +144,14 @@ class Publisher:
             else:
                 release()
             raise
+
+    async def _sum(self, slot: Slot) -> int:
+        """CRC-32 of what a producer has written to ``slot``, if it is wanted."""
+        return await _offloaded(len(slot.view), lambda: zlib.crc32(slot.view)) if self._checksum else 0
+
+    def _readable(self, slot: Slot) -> memoryview | Elsewhere:
+        """The bytes for Fetch."""
+        return slot.view
 
     def _write(self, encoded: codec.Encoded, slot: Slot) -> int:
         encoded.write_into(slot.view)
