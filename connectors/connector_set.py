@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-from connectors.base import Allocating, ByteFetcher, Connector, ConnectorUsage
+from connectors.base import ByteFetcher, Connector, ConnectorUsage
 from connectors.handles import DEFAULT_TTL_S, HandleStore
-from connectors.managed import ManagedBuffer, Shapes
 from connectors.payload import JsonValue, Payload
 from connectors.publish import Usage, fill_inline, read_inline
 from connectors.registry import ConnectorContext, ConnectorFactory, create_connector
@@ -79,18 +78,6 @@ class ConnectorSet:
         ``InvalidRequestError`` for a kind that this worker does not have."""
         return await self._connectors[self.resolve(kind)].put(key, edge, sequence, payload, consumers)
 
-    async def allocate(self, kind: str, tensors: Shapes | int) -> ManagedBuffer:
-        """Room in the pool of connector ``kind`` for tensors by name (shape and wire type), or for that many bytes,
-        which the caller fills and then puts without a copy: see ``connectors.managed``. Raises as ``put``, and
-        ``UnimplementedError`` for a connector whose pool nobody else can write to."""
-        connector = self._connectors[self.resolve(kind)]
-        if not isinstance(connector, Allocating):
-            raise errors.UnimplementedError(
-                f"connector {connector.kind!r} has no memory of its own to fill: put what you have",
-                reason="NO_MANAGED_BUFFERS",
-            )
-        return await connector.allocate(tensors)
-
     def resolve(self, kind: str) -> str:
         """The connector that ``put`` uses for ``kind``. "auto" is shared memory where this worker has a pool: consumers
         that cannot map it fetch from it, so nothing is lost by trying."""
@@ -149,11 +136,6 @@ class ConnectorSet:
     def usages(self) -> dict[str, ConnectorUsage]:
         """Connector kind → its counts now."""
         return {kind: connector.usage() for kind, connector in self._connectors.items()}
-
-    @property
-    def leaked(self) -> int:
-        """Buffers of ``allocate`` that were dropped without being released or put: each is logged with its place."""
-        return sum(getattr(connector, "leaked", 0) for connector in self._connectors.values())
 
     def sweep(self) -> int:
         """Free handles that expired and unmap peers that are gone; call about once a second. Returns how many handles
