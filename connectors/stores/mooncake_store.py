@@ -10,14 +10,18 @@ Objects lie in the segment of the worker that puts them, if it lends one and the
 when the master has missed it for ``client_ttl`` (10 s). In a segment of somebody else they stay until they are removed:
 their keys begin with "omni:".
 
-The library holds Python's interpreter lock in ``setup`` (0.1 s) and ``close`` (1 to 3 s, 9 s without a master).
+The library holds Python's interpreter lock in ``setup`` (0.1 s; 2 to 90 s if something does not answer, so all is asked
+before) and ``close`` (1 to 3 s, 9 s without a master).
 """
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
+import time
+import urllib.parse
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,8 +45,10 @@ _TRANSFER_FAILED = -800
 _UNREACHABLE = range(-999, -899)  # RPC_FAIL, RPC_TIMEOUT, …
 
 _CONNECT_S = 2.0
+_SETUP_AGAIN_S = 10.0  # after a failed one
 _END_S = 35.0  # a call to a master that has stopped takes 30 s
 _READ_ATTEMPTS = 2
+_PORTS = {"http": 80, "https": 443, "etcd": 2379, "redis": 6379}
 _NOBODY = "omni:health"  # a key that is never put
 
 # A transfer that stalls is ended by the transport itself, and before the library gives up waiting for it: otherwise it
@@ -85,7 +91,8 @@ class MooncakeStore:
     """See ``connectors.stores.base.ObjectStore``."""
 
     def __init__(self, options: MooncakeStoreOptions) -> None:
-        """Raises ``ImportError`` without the library and ``InvalidRequestError`` for a master that is no address."""
+        """Raises ``ImportError`` without the library and ``InvalidRequestError`` for a master or a metadata server that
+        is no address."""
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         from mooncake import store as library
@@ -93,12 +100,14 @@ class MooncakeStore:
         self.address = options.master
         self._library: Any = library
         self._options = options
-        self._master = _host_and_port(options.master)
+        self._master = _address("master", options.master, needs_port=True)
+        self._metadata_server = _address("metadata_server", options.metadata_server, needs_port=False)
         self._calls = Calls(f"the Mooncake Store at {options.master}")
         self._connecting = threading.Lock()
         self._client: Any = None
         self._pin: Any = None
         self._suspect = False  # the last call did not reach the master
+        self._setup_after_s = 0.0
         self._buffers: BufferPool[_Memory] = BufferPool(self._register, self._unregister, options.localbuf)
 
     def put(self, object_key: str, size_bytes: int, fill: Callable[[memoryview], None]) -> None:
@@ -185,7 +194,11 @@ class MooncakeStore:
         return self._client
 
     def _connect(self) -> Any:
-        self._find_master()  # setup would try for 90 s
+        if time.monotonic() < self._setup_after_s:
+            raise self._unreachable("joining it has just failed")
+        self._find_master()
+        if self._metadata_server is not None:
+            self._find("metadata server", self._metadata_server)
         options = self._options
         client = self._library.MooncakeDistributedStore()
         code = client.setup(
@@ -193,6 +206,7 @@ class MooncakeStore:
         )
         if code:
             client.close()
+            self._setup_after_s = time.monotonic() + _SETUP_AGAIN_S
             raise self._unreachable(f"setup gave {code} (metadata server {options.metadata_server})")
         pin = self._library.ReplicateConfig()
         pin.with_hard_pin = options.hard_pin
@@ -206,12 +220,15 @@ class MooncakeStore:
     def _find_master(self) -> None:
         if self._master is None:
             return
-        try:
-            socket.create_connection(self._master, _CONNECT_S).close()
-        except OSError as error:
-            self._suspect = True
-            raise self._unreachable(str(error)) from error
+        self._suspect = True
+        self._find("master", self._master)
         self._suspect = False
+
+    def _find(self, what: str, address: tuple[str, int]) -> None:
+        try:
+            socket.create_connection(address, _CONNECT_S).close()
+        except OSError as error:
+            raise self._unreachable(f"{what} {address[0]}:{address[1]}: {error}") from error
 
     def _register(self, size_bytes: int) -> _Memory:
         memory = _Memory(size_bytes)
@@ -304,13 +321,26 @@ def _missing(object_key: str, why: str) -> errors.NotFoundError:
     )
 
 
-def _host_and_port(master: str) -> tuple[str, int] | None:
-    """None for masters that are found through something else ("etcd://…")."""
-    if "://" in master:
+def _address(option: str, value: str, *, needs_port: bool) -> tuple[str, int] | None:
+    """Where to look whether a service is there; None for one that is found in another way.
+
+    A master is "host:port"; one of several is found through "etcd://…". A metadata server is a URL, or
+    "P2PHANDSHAKE"."""
+    if needs_port:
+        if "://" in value:
+            return None
+        url = urllib.parse.urlsplit(f"//{value}")
+    elif value == "P2PHANDSHAKE":
         return None
-    host, colon, port = master.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    else:
+        url = urllib.parse.urlsplit(re.split("[,;]", value)[0])
+    try:
+        host, port = url.hostname, url.port or _PORTS.get(url.scheme)
+    except ValueError:
+        host, port = None, None
+    if not host or not port:
+        wanted = "host:port" if needs_port else "P2PHANDSHAKE or a URL such as http://host:8080/metadata"
         raise errors.InvalidRequestError.field(
-            "connectors.mooncake_store.extra.master", f"must be host:port, got {master!r}"
+            f"connectors.mooncake_store.extra.{option}", f"must be {wanted}, got {value!r}"
         )
-    return host.strip("[]"), int(port)
+    return host, port

@@ -18,6 +18,7 @@ from omni.v1 import transfer_pb2
 from omnicore import errors
 from omnicore.clock import ManualClock
 from tests.contract.connectors.peer import EDGE, Peer, running_peer, tensor
+from tests.support.ports import reserved_port
 from tests.support.stores import MIB, MooncakeMaster
 
 KIND = "mooncake_store"
@@ -112,6 +113,24 @@ def test_fewer_replicas_than_asked_for_are_an_error(master: MooncakeMaster, stor
 def test_addresses_that_are_none_are_refused_by_name(address: str) -> None:
     with pytest.raises(errors.InvalidRequestError, match=r"connectors\.mooncake_store\.extra\.master"):
         MooncakeStore(MooncakeStoreOptions(master=address))
+
+
+@pytest.mark.parametrize("address", ["", "nonsense", "host:8080", "http://", "http://host:x/metadata", "ftp://host"])
+def test_metadata_servers_that_are_none_are_refused_by_name(address: str) -> None:
+    with pytest.raises(errors.InvalidRequestError, match=r"connectors\.mooncake_store\.extra\.metadata_server"):
+        MooncakeStore(MooncakeStoreOptions(metadata_server=address))
+
+
+@pytest.mark.parametrize("scheme", ["http", "etcd"])
+def test_metadata_server_that_is_away_is_named_at_once(master: MooncakeMaster, scheme: str) -> None:
+    """The library would try for up to a minute and a half, and let no other thread run meanwhile."""
+    address = f"{scheme}://127.0.0.1:{reserved_port()}/metadata"
+    store = MooncakeStore(MooncakeStoreOptions(**master.extra(metadata_server=address)))
+    for _ in range(20):
+        with pytest.raises(errors.UnavailableError, match="metadata server"):
+            store.put("k", 10, filled_with(1))
+    assert not store.healthy()
+    store.close()
 
 
 # --- a master that comes and goes -----------------------------------------------------------------------------------
