@@ -201,7 +201,7 @@ class Soak:
             at_s = time.monotonic() - self._begun_s
             for row, child in self.processes.items():
                 if child.returncode is None:
-                    with contextlib.suppress(OSError, StopIteration, IndexError):
+                    with contextlib.suppress(OSError, KeyError):  # it has just ended
                         self.samples.append(soak_report.sample(at_s, row, child.pid, self.counters))
             await asyncio.sleep(_SAMPLE_S)
 

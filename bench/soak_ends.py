@@ -38,7 +38,7 @@ _HELLO = struct.Struct("<B")
 PRODUCER = 0  # its row; consumers have the next ones
 _SWEEP_S = 0.25
 _DRAIN_S = 60.0
-_FEW = 64  # a batch of so many reads pauses in one of them
+_FEW = 256  # one in so many reads lingers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -302,7 +302,7 @@ class Consumer:
         try:
             async with self.worker.connectors.get(handle) as payload:
                 if mixed(number) % _FEW == 0:
-                    await asyncio.sleep(mixed(batch) % 100 / 10_000)
+                    await asyncio.sleep(mixed(batch) % 100 / 20_000)
                 mistake = self.ground.mistake(plan, payload)
         except (errors.NotFoundError, errors.DataLossError) as error:
             inline = handle.WhichOneof("backend") == "inline"

@@ -37,7 +37,7 @@ class Sample:
 
 
 def sample(at_s: float, row: int, pid: int, counters: Counters) -> Sample:
-    """Look at a process. Raises ``OSError``, ``IndexError`` or ``StopIteration`` if it is gone."""
+    """Look at a process. Raises ``OSError`` or ``KeyError`` if it has ended."""
     status = Path(f"/proc/{pid}/status").read_text()
     kib = {
         line.split(":")[0]: int(line.split()[1])

@@ -17,6 +17,7 @@ from connectors.agreement import RankAgreement
 from connectors.channels import PeerChannels
 from connectors.connector_set import ConnectorSet
 from connectors.handles import DEFAULT_TTL_S
+from connectors.managed import ManagedBuffer
 from connectors.payload import JsonValue, Payload
 from omni.v1 import transfer_pb2, transfer_service_pb2_grpc, types_pb2
 from omnicore import rpc
@@ -83,6 +84,7 @@ class OurProducer(Producer):
         self._kind, self._mode = kind, mode
         self._options = options
         self._worker: Worker | None = None
+        self._buffer: ManagedBuffer | None = None
         self._handle = transfer_pb2.TransferHandle()
 
     @property
@@ -96,13 +98,21 @@ class OurProducer(Producer):
         await self._worker.serve()
         return {}
 
+    async def stage(self, data: Bytes) -> None:
+        if self._mode == "in_place":
+            shapes = {"kv": (data.shape, "uint8")}
+            self._buffer = await self.worker.connectors.allocate(self._kind, shapes)
+            np.copyto(self._buffer["kv"], data)
+
     async def put(self, number: int, data: Bytes) -> bytes:
         edge = transfer_pb2.EdgeRef(request_id=f"bench-{number}", from_stage=0, to_stage=1)
-        payload = Payload(tensors={"kv": data})
+        payload = self._buffer.payload() if self._buffer is not None else Payload(tensors={"kv": data})
         self._handle = await self.worker.connectors.put(self._kind, f"bench-{number}/0", edge, 0, payload)
         return self._handle.SerializeToString()
 
     async def done(self) -> None:
+        if self._buffer is not None:
+            self._buffer.release()  # the handle carries a copy
         if not self.worker.connectors.store.release(self._handle.key, self._handle.token):
             raise RuntimeError("the handle was gone before it was released")
 
@@ -122,6 +132,10 @@ class OurConsumer(Consumer):
     @contextlib.asynccontextmanager
     async def get(self, message: bytes, size: int) -> AsyncIterator[Bytes]:
         handle = transfer_pb2.TransferHandle.FromString(message)
+        if self._mode == "into":
+            await self._worker.connectors.get_into(handle, {"kv": self._target})
+            yield self._target
+            return
         async with self._worker.connectors.get(handle) as payload:
             yield payload.tensors["kv"]
 
