@@ -78,44 +78,6 @@ class PolicyRow:
         }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class EdgeRow:
-    """An edge of a plan, with the replicas at both ends."""
-
-    pipeline: pipeline_pb2.Pipeline
-    edge: pipeline_pb2.Edge
-    producers: Sequence[types_pb2.Replica]
-    consumers: Sequence[types_pb2.Replica]
-
-    @property
-    def name(self) -> str:
-        """ "PIPELINE/FROM-TO"."""
-        return f"{self.pipeline.name}/{self.edge.from_stage}-{self.edge.to_stage}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Stable JSON: the edge of the plan, and the pairs of replicas by the connector that both offer first."""
-        return {
-            "pipeline": self.pipeline.name,
-            "edge": to_dict(self.edge),
-            "status": {"pairs": len(self.producers) * len(self.consumers), "connectors": self.connectors()},
-        }
-
-    def connectors(self) -> dict[str, int]:
-        """How many pairs of replicas have which connector as the best that both offer; "none" where they share none.
-        What a request really takes is chosen by the workers."""
-        wanted = {c.kind for c in self.pipeline.connectors if c.name == self.edge.connector} - {"auto", ""}
-        found: dict[str, int] = {}
-        for producer in self.producers:
-            theirs = {offer.name for offer in producer.connectors if offer.healthy}
-            for consumer in self.consumers:
-                same_host = producer.placement.boot_id == consumer.placement.boot_id
-                both = [o.name for o in consumer.connectors if o.healthy and o.name in theirs]
-                usable = [n for n in both if (n != "shm" or same_host) and (not wanted or n in wanted)]
-                name = usable[0] if usable else "none"
-                found[name] = found.get(name, 0) + 1
-        return dict(sorted(found.items()))
-
-
 def is_routable(replica: types_pb2.Replica, plan: pipeline_pb2.Pipeline) -> bool:
     """True if gateways send requests there: READY, not cordoned, not suspect, with the connectors that its stage of
     ``plan`` needs. An empty plan needs none."""
@@ -143,23 +105,6 @@ def pipeline_rows(
     """Every plan with its stages."""
     stages = stage_rows(pipelines, replicas)
     return [PipelineRow(p, [s for s in stages if s.pipeline.name == p.name]) for p in pipelines]
-
-
-def edge_rows(pipelines: Iterable[pipeline_pb2.Pipeline], replicas: Iterable[types_pb2.Replica]) -> list[EdgeRow]:
-    """Every edge of every plan, in order, with the replicas at its ends."""
-    by_stage: dict[tuple[str, int], list[types_pb2.Replica]] = {}
-    for replica in replicas:
-        by_stage.setdefault((replica.ref.stage.pipeline, replica.ref.stage.stage_id), []).append(replica)
-    return [
-        EdgeRow(
-            pipeline,
-            edge,
-            by_stage.get((pipeline.name, edge.from_stage), ()),
-            by_stage.get((pipeline.name, edge.to_stage), ()),
-        )
-        for pipeline in pipelines
-        for edge in sorted(pipeline.edges, key=lambda edge: (edge.from_stage, edge.to_stage))
-    ]
 
 
 def replica_name(ref: types_pb2.ReplicaRef) -> str:
@@ -259,27 +204,6 @@ def policy_columns() -> list[Column[PolicyRow]]:
         Column("STAGE", lambda s: s.name),
         Column("NAME", lambda s: s.stage.name),
         Column("POLICY", lambda s: s.stage.balancing_policy),
-    ]
-
-
-def edge_columns() -> list[Column[EdgeRow]]:
-    """Columns of ``get edges``."""
-
-    def end(row: EdgeRow, stage_id: int) -> str:
-        return next((s.name for s in row.pipeline.stages if s.stage_id == stage_id), str(stage_id))
-
-    def chunk(row: EdgeRow) -> str:
-        return pipeline_pb2.ChunkBy.Name(row.edge.chunk_by).removeprefix("CHUNK_BY_").lower()
-
-    return [
-        Column("EDGE", lambda e: e.name),
-        Column("FROM", lambda e: end(e, e.edge.from_stage)),
-        Column("TO", lambda e: end(e, e.edge.to_stage)),
-        Column("CHUNKS", chunk),
-        Column("WINDOW", lambda e: "-" if e.edge.window_size < 0 else str(e.edge.window_size)),
-        Column("CONNECTOR", lambda e: e.edge.connector or "auto"),
-        Column("PAIRS", lambda e: ",".join(f"{name}:{n}" for name, n in e.connectors().items())),
-        Column("INFLIGHT", lambda e: str(e.edge.max_inflight or "-"), wide=True),
     ]
 
 

@@ -205,7 +205,9 @@ def _load(report: types_pb2.LoadReport) -> Pairs:
 
 
 def _offer(offer: types_pb2.ConnectorOffer) -> str:
-    return f"{offer.name}{f' at {offer.address}' if offer.address else ''}{'' if offer.healthy else ' (unhealthy)'}"
+    how = f" over {offer.backend}" if offer.backend else ""
+    where = f" at {offer.address}" if offer.address else ""
+    return f"{offer.name}{how}{where}{'' if offer.healthy else ' (unhealthy)'}"
 
 
 def _drain(order: types_pb2.DrainOrder) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from omni.v1 import pipeline_pb2, types_pb2
 from omnicore.errors import NotFoundError
 from omnicore.tasks import together
-from omnictl import connect, output, refs, rows, watch
+from omnictl import connect, edges, output, refs, rows, watch
 from omnictl.changes import ChangePrinter, View
 from omnictl.commands.base import Commands, add_output_flag, settings_of
 from omnictl.parser import Parser, usage_error
@@ -70,8 +70,8 @@ def add(commands: Commands) -> None:
 
 _NOTES = """\
 LOAD is running+waiting requests. READY counts routable replicas (stages) or stages that have one (pipelines).
-PAIRS of an edge are pairs of replicas by the best connector that both offer. A watch prints a row when something
-other than load or age changed; with -o json it prints one object a line, load included."""
+PAIRS of an edge are pairs of replicas by the connector that data takes between them. A watch prints a row when
+something other than load or age changed; with -o json it prints one object a line, load included."""
 
 
 def _add_arguments(parser: Parser, formats: Sequence[str] = output.FORMATS) -> None:
@@ -84,6 +84,7 @@ def _add_arguments(parser: Parser, formats: Sequence[str] = output.FORMATS) -> N
     parser.add_argument("name", metavar="NAME", nargs="?", help="PIPELINE, PIPELINE/STAGE or PIPELINE/STAGE/REPLICA")
     parser.completes |= {"kind": "=".join(["", *_KINDS]), "name": "name"}
     add_output_flag(parser, formats)
+    parser.add_argument("--pairs", action="store_true", help="edges: every pair of replicas, its path, and why")
     parser.add_argument("--no-headers", action="store_true", help="leave out the headings of a table")
 
 
@@ -93,11 +94,13 @@ async def _run(args: argparse.Namespace) -> int:
     selector = refs.parse_selector(args.name, depth=_DEPTH[kind], what="NAME")
     if args.watch and args.output == "yaml":
         raise usage_error("--watch: prints table, wide, json or name, not yaml", f"omnictl {args.command}")
+    if args.pairs and kind != "edges":
+        raise usage_error(f"--pairs: goes with edges, not with {kind}", f"omnictl {args.command}")
     if args.watch:
         return await _watch(settings, kind, selector, args)
     async with connect.control_plane(settings) as plane:
         snapshot = await _snapshot(plane, selector)
-    view = _view(kind, snapshot.pipelines, snapshot.table.replicas, selector)
+    view = _view(kind, snapshot.pipelines, snapshot.table.replicas, selector, pairs=args.pairs)
     if snapshot.table.stale:
         print("warning: etcd does not answer; this is the last that was known", file=sys.stderr)
     _print(view, kind, selector, snapshot, args)
@@ -122,6 +125,8 @@ def _view(
     pipelines: list[pipeline_pb2.Pipeline],
     replicas: list[types_pb2.Replica],
     selector: refs.Selector,
+    *,
+    pairs: bool = False,
 ) -> View:
     stage_id = refs.stage_id_of(pipelines[0], selector.stage) if selector.stage and pipelines else None
     if kind == "pipelines":
@@ -135,8 +140,13 @@ def _view(
         stages = [s for s in rows.stage_rows(pipelines, replicas) if stage_id is None or s.stage.stage_id == stage_id]
         return View(rows.stage_columns(), stages, lambda row: str(row.name), lambda row: row.to_json())
     if kind == "edges":
-        edges = rows.edge_rows(pipelines, replicas)
-        return View(rows.edge_columns(), edges, lambda row: str(row.name), lambda row: row.to_json())
+        found = edges.edge_rows(pipelines, replicas)
+        if pairs:
+            each = [pair for row in found for pair in row.pairs()]
+            return View(
+                edges.pair_columns(), each, lambda row: f"{row.producer} {row.consumer}", lambda row: row.to_json()
+            )
+        return View(edges.edge_columns(), found, lambda row: str(row.name), lambda row: row.to_json())
     if kind == "policies":
         stages_too = [rows.PolicyRow(plan, stage) for plan in pipelines for stage in plan.stages]
         policies = [row for row in stages_too if stage_id is None or row.stage.stage_id == stage_id]
@@ -182,7 +192,7 @@ async def _watch(settings: Settings, kind: str, selector: refs.Selector, args: a
 
     def on_change(plans: watch.PlanState, replicas: watch.ReplicaState, changes: list[watch.Change]) -> None:
         pipelines = [p for p in plans.ordered() if selector.pipeline in ("", p.name)]
-        view = _view(kind, pipelines, replicas.ordered(), stage_only)
+        view = _view(kind, pipelines, replicas.ordered(), stage_only, pairs=args.pairs)
         if kind == "replicas":
             printer.replicas(view, [c for c in changes if _selected(c.replica, pipelines, selector)])
         else:

@@ -7,7 +7,7 @@ import pytest
 from omni.v1 import admin_service_pb2 as pb
 from omni.v1 import pipeline_pb2, types_pb2
 from omnicore import errors
-from omnictl import output, refs, rows
+from omnictl import edges, output, refs, rows
 from omnictl.candidates import names
 from omnictl.commands.collective import columns
 from omnictl.commands.describe import describe_stage
@@ -52,8 +52,8 @@ def test_describe_a_stage() -> None:
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_edge_table(wide: bool) -> None:
-    edges = rows.edge_rows([speech_pipeline()], speech_replicas())
-    snapshot.check(f"edges{'_wide' if wide else ''}", output.table(rows.edge_columns(), edges, wide=wide) + "\n")
+    found = edges.edge_rows([speech_pipeline()], speech_replicas())
+    snapshot.check(f"edges{'_wide' if wide else ''}", output.table(edges.edge_columns(), found, wide=wide) + "\n")
 
 
 def test_an_edges_pairs_by_what_both_can_use() -> None:
@@ -69,7 +69,7 @@ def test_an_edges_pairs_by_what_both_can_use() -> None:
 
     def pairs(producer: types_pb2.Replica, *consumers: types_pb2.Replica) -> dict[str, int]:
         edge = pipeline_pb2.Edge(from_stage=0, to_stage=1)
-        return rows.EdgeRow(plan, edge, [producer], consumers).connectors()
+        return edges.EdgeRow(plan, edge, [producer], consumers).connectors()
 
     here = made(0, "a", shm, grpc)
     assert pairs(here, made(1, "a", shm, grpc), made(1, "b", shm, grpc)) == {"grpc": 1, "shm": 1}
@@ -77,6 +77,29 @@ def test_an_edges_pairs_by_what_both_can_use() -> None:
     sick = types_pb2.ConnectorOffer(name="shm", healthy=False)
     assert pairs(here, made(1, "a", sick, grpc)) == {"grpc": 1}
     assert pairs(here) == {}
+
+
+def test_pairs_say_what_they_take_and_why() -> None:
+    plan = speech_pipeline()
+    plan.async_chunk = True
+    del plan.connectors[:]
+    plan.connectors.add(name="fast", kind="auto").extra.update({"among": ["mooncake", "shm"]})
+    plan.edges[0].connector = "fast"
+    producer, here, there = replica(0, 0), replica(1, 0), replica(1, 1)
+    for record, boot_id in ((producer, "a"), (here, "a"), (there, "b")):
+        record.placement.boot_id = boot_id
+        del record.connectors[:]
+        for name in ("shm", "mooncake", "grpc"):
+            record.connectors.add(name=name, healthy=True, backend="tcp" if name == "mooncake" else "")
+    row = edges.EdgeRow(plan, plan.edges[0], [producer], [here, there])
+    assert row.connectors() == {"mooncake(tcp)": 1, "shm": 1}
+    told = [(pair.consumer, pair.path.connector, pair.path.reason) for pair in row.pairs()]
+    assert told == [
+        ("speech/1/0", "shm", "same host: one copy at memory speed"),
+        ("speech/1/1", "mooncake", "both have Mooncake"),
+    ]
+    plan.async_chunk = False
+    assert row.connectors() == {"grpc": 1, "shm": 1}, "published before the consumer is known"
 
 
 def test_policy_table() -> None:
