@@ -13,11 +13,14 @@ import pytest
 
 from connectors.options import MooncakeStoreOptions
 from connectors.payload import Payload
+from connectors.stores import factories
 from connectors.stores.mooncake_store import MooncakeStore
+from connectors.stores.shared import SharedClient
 from omni.v1 import transfer_pb2
 from omnicore import errors
 from omnicore.clock import ManualClock
 from tests.contract.connectors.peer import EDGE, Peer, running_peer, tensor
+from tests.integration.stores.speech import assert_stages_hand_over
 from tests.support.ports import reserved_port
 from tests.support.stores import MIB, MooncakeMaster
 
@@ -34,9 +37,9 @@ def master() -> Iterator[MooncakeMaster]:
 
 
 @pytest.fixture(scope="module")
-def store(master: MooncakeMaster) -> Iterator[MooncakeStore]:
+def store(master: MooncakeMaster) -> Iterator[SharedClient]:
     """A client that lends 64 MiB, all that this store has."""
-    store = MooncakeStore(MooncakeStoreOptions(**master.extra()))
+    store = factories.mooncake_client(MooncakeStoreOptions(**master.extra()))
     yield store
     store.close()
 
@@ -48,12 +51,12 @@ def filled_with(value: int) -> Callable[[memoryview], None]:
     return fill
 
 
-def read(store: MooncakeStore, key: str, size_bytes: int) -> bytes:
+def read(store: SharedClient, key: str, size_bytes: int) -> bytes:
     with contextlib.closing(store.open(key, size_bytes)) as found:
         return bytes(found.data)
 
 
-def test_a_key_in_use_is_an_error_and_its_object_stays(store: MooncakeStore) -> None:
+def test_a_key_in_use_is_an_error_and_its_object_stays(store: SharedClient) -> None:
     store.put("twice", 100, filled_with(1))
     with pytest.raises(errors.AlreadyExistsError):
         store.put("twice", 100, filled_with(2))
@@ -61,7 +64,7 @@ def test_a_key_in_use_is_an_error_and_its_object_stays(store: MooncakeStore) -> 
     store.remove(["twice"])
 
 
-def test_missing_and_wrong_lengths_are_told_apart(store: MooncakeStore) -> None:
+def test_missing_and_wrong_lengths_are_told_apart(store: SharedClient) -> None:
     with pytest.raises(errors.NotFoundError):
         store.open("never", 100)
     store.put("k", 100_000, filled_with(3))
@@ -76,7 +79,7 @@ def test_missing_and_wrong_lengths_are_told_apart(store: MooncakeStore) -> None:
         store.open("k", 100_000)
 
 
-def test_a_full_store_says_so_and_drops_nothing(store: MooncakeStore) -> None:
+def test_a_full_store_says_so_and_drops_nothing(store: SharedClient) -> None:
     keys: list[str] = []
     with pytest.raises(errors.ResourceExhaustedError) as caught:  # noqa: PT012 (how many fit is its business)
         for number in range(20):
@@ -91,7 +94,7 @@ def test_a_full_store_says_so_and_drops_nothing(store: MooncakeStore) -> None:
     store.remove(["again"])
 
 
-def test_fewer_replicas_than_asked_for_are_an_error(master: MooncakeMaster, store: MooncakeStore) -> None:
+def test_fewer_replicas_than_asked_for_are_an_error(master: MooncakeMaster, store: SharedClient) -> None:
     store.put("lends", 1, filled_with(1))  # the other client's segment is there
     store.remove(["lends"])
     wants_two = MooncakeStore(MooncakeStoreOptions(**master.extra(replica_num=2, segment=0)))
@@ -107,6 +110,10 @@ def test_fewer_replicas_than_asked_for_are_an_error(master: MooncakeMaster, stor
         with pytest.raises(errors.UnavailableError):
             call()
     assert not wants_two.healthy()
+
+
+async def test_stages_hand_over_through_the_store(master: MooncakeMaster, store: SharedClient) -> None:
+    await assert_stages_hand_over(KIND, master.extra(inline_bytes=0))
 
 
 @pytest.mark.parametrize("address", ["", "nohost", "host:", ":1", "host:0", "host:99999", "host:x"])

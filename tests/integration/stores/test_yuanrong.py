@@ -13,9 +13,12 @@ import pytest
 
 from connectors.options import YuanrongOptions
 from connectors.payload import Payload
+from connectors.stores import factories
+from connectors.stores.shared import SharedClient
 from connectors.stores.yuanrong import YuanrongStore
 from omnicore import errors
 from tests.contract.connectors.peer import EDGE, running_peer, tensor
+from tests.integration.stores.speech import assert_stages_hand_over
 from tests.support.stores import MIB, YuanrongWorker
 
 KIND = "yuanrong"
@@ -30,8 +33,8 @@ def worker() -> Iterator[YuanrongWorker]:
 
 
 @pytest.fixture(scope="module")
-def store(worker: YuanrongWorker) -> Iterator[YuanrongStore]:
-    store = YuanrongStore(YuanrongOptions(**worker.extra()))
+def store(worker: YuanrongWorker) -> Iterator[SharedClient]:
+    store = factories.yuanrong_client(YuanrongOptions(**worker.extra()))
     yield store
     store.close()
 
@@ -43,12 +46,12 @@ def filled_with(value: int) -> Callable[[memoryview], None]:
     return fill
 
 
-def read(store: YuanrongStore, key: str, size_bytes: int) -> bytes:
+def read(store: SharedClient, key: str, size_bytes: int) -> bytes:
     with contextlib.closing(store.open(key, size_bytes)) as found:
         return bytes(found.data)
 
 
-def test_a_key_in_use_is_an_error_and_its_object_stays(store: YuanrongStore) -> None:
+def test_a_key_in_use_is_an_error_and_its_object_stays(store: SharedClient) -> None:
     store.put("twice", 100, filled_with(1))
     with pytest.raises(errors.AlreadyExistsError):
         store.put("twice", 100, filled_with(2))
@@ -56,7 +59,7 @@ def test_a_key_in_use_is_an_error_and_its_object_stays(store: YuanrongStore) -> 
     store.remove(["twice"])
 
 
-def test_missing_and_wrong_lengths_are_told_apart(store: YuanrongStore) -> None:
+def test_missing_and_wrong_lengths_are_told_apart(store: SharedClient) -> None:
     with pytest.raises(errors.NotFoundError):
         store.open("never", 100)
     store.put("k", 2 * MIB, filled_with(3))
@@ -69,7 +72,7 @@ def test_missing_and_wrong_lengths_are_told_apart(store: YuanrongStore) -> None:
         store.open("k", 2 * MIB)
 
 
-def test_keys_that_the_store_refuses_are_our_mistake(store: YuanrongStore) -> None:
+def test_keys_that_the_store_refuses_are_our_mistake(store: SharedClient) -> None:
     for key in ("with/slash", "with.dot", 256 * "x"):
         with pytest.raises(errors.InternalError):
             store.put(key, 10, filled_with(1))
@@ -77,7 +80,7 @@ def test_keys_that_the_store_refuses_are_our_mistake(store: YuanrongStore) -> No
     store.remove([255 * "x"])
 
 
-def test_a_read_waits_for_an_object_as_long_as_it_is_told_to(worker: YuanrongWorker, store: YuanrongStore) -> None:
+def test_a_read_waits_for_an_object_as_long_as_it_is_told_to(worker: YuanrongWorker, store: SharedClient) -> None:
     patient = YuanrongStore(YuanrongOptions(**worker.extra(get_sub_timeout_ms=300)))
     try:
         assert patient.healthy()
@@ -90,6 +93,10 @@ def test_a_read_waits_for_an_object_as_long_as_it_is_told_to(worker: YuanrongWor
     assert not patient.healthy()
     with pytest.raises(errors.UnavailableError):
         patient.open("never", 10)
+
+
+async def test_stages_hand_over_through_the_store(worker: YuanrongWorker, store: SharedClient) -> None:
+    await assert_stages_hand_over(KIND, worker.extra(inline_bytes=0))
 
 
 async def test_a_store_that_is_full_or_frozen_or_dead_stops_nobody(worker: YuanrongWorker) -> None:
