@@ -1,20 +1,34 @@
-"""Real transfer engines for tests. They take a second to go, so tests share them."""
+"""Transfer engines for tests, real ones where their libraries work here. Some take a second to go: tests share them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 
 from connectors.base import Connector
 from connectors.engines.base import LocalRegion, Piece, RemoteRegion, TransferEngine
 from connectors.engines.mooncake import MooncakeEngine
+from connectors.engines.mori import MoriEngine
+from connectors.engines.nixl import NixlEngine
+from connectors.engines.yuanrong_transfer_engine import YuanrongTransferEngine
 from connectors.one_sided import OneSidedConnector
-from connectors.options import MooncakeOptions, parse_options
+from connectors.options import (
+    MooncakeOptions,
+    MoriOptions,
+    NixlOptions,
+    OneSidedOptions,
+    YuanrongTransferEngineOptions,
+    parse_options,
+)
 from connectors.payload import JsonValue
 from connectors.registry import ConnectorContext, ConnectorFactory
+from tests.doubles.loading import installed
 
-MOONCAKE: dict[str, JsonValue] = {"host": "127.0.0.1", "receive_pool_bytes": 16 << 20}
+SMALL: dict[str, JsonValue] = {"receive_pool_bytes": 16 << 20}
+MOONCAKE: dict[str, JsonValue] = {"host": "127.0.0.1", **SMALL}
+DOUBLES = {"mori": "mori", "yuanrong_transfer_engine": "yuanrong"}
+"""Kind → the double that stands for its library."""
 
 
 class Lent:
@@ -54,31 +68,72 @@ class Lent:
 
 
 class Engines:
-    """Two of them, each as good as one in another process."""
+    """Two of one kind, each as good as one in another process."""
 
-    def __init__(self) -> None:
-        self.producing = MooncakeEngine(host="127.0.0.1")
-        self.consuming = MooncakeEngine(host="127.0.0.1")
+    def __init__(
+        self,
+        kind: str,
+        make: Callable[[], TransferEngine],
+        options: type[OneSidedOptions],
+        extra: Mapping[str, JsonValue],
+    ) -> None:
+        self._kind = kind
+        self._options = options
+        self._extra = extra
+        self.producing = make()
+        self.consuming = make()
 
-    def extra(self) -> dict[str, JsonValue]:
+    def extra(self) -> Mapping[str, JsonValue]:
         """Options of connectors over them."""
-        return MOONCAKE
+        return self._extra
 
     def factories(self, *, producing: bool) -> dict[str, ConnectorFactory]:
         """For a ``ConnectorSet``."""
         engine = self.producing if producing else self.consuming
 
-        def mooncake(context: ConnectorContext, extra: Mapping[str, JsonValue]) -> Connector:
-            options = parse_options(MooncakeOptions, "mooncake", extra)
-            return OneSidedConnector("mooncake", context.store, Lent(engine), options, pool_bytes=context.pool_bytes)
+        def make(context: ConnectorContext, extra: Mapping[str, JsonValue]) -> Connector:
+            options = parse_options(self._options, self._kind, extra)
+            return OneSidedConnector(self._kind, context.store, Lent(engine), options, pool_bytes=context.pool_bytes)
 
-        return {"mooncake": mooncake}
+        return {self._kind: make}
+
+    def close(self) -> None:
+        self.producing.close()
+        self.consuming.close()
 
 
 @pytest.fixture(scope="session")
 def mooncake_engines() -> Iterator[Engines]:
     """A producer's and a consumer's, until the last test is done."""
-    engines = Engines()
+    engines = Engines("mooncake", lambda: MooncakeEngine(host="127.0.0.1"), MooncakeOptions, MOONCAKE)
     yield engines
-    engines.producing.close()
-    engines.consuming.close()
+    engines.close()
+
+
+@pytest.fixture(scope="session")
+def nixl_engines() -> Iterator[Engines]:
+    """As ``mooncake_engines``."""
+    engines = Engines("nixl", NixlEngine, NixlOptions, SMALL)
+    yield engines
+    engines.close()
+
+
+@pytest.fixture(scope="session")
+def mori_engines() -> Iterator[Engines]:
+    """As ``mooncake_engines``, over the double of the library."""
+    with installed("mori"):
+        engines = Engines("mori", lambda: MoriEngine(host="127.0.0.1"), MoriOptions, MOONCAKE)
+    yield engines
+    engines.close()
+
+
+@pytest.fixture(scope="session")
+def yuanrong_transfer_engines() -> Iterator[Engines]:
+    """As ``mooncake_engines``, over the double of the library."""
+    kind = "yuanrong_transfer_engine"
+    with installed("yuanrong"):
+        engines = Engines(
+            kind, lambda: YuanrongTransferEngine(host="127.0.0.1"), YuanrongTransferEngineOptions, MOONCAKE
+        )
+    yield engines
+    engines.close()

@@ -16,7 +16,13 @@ from omnicore.clock import ManualClock
 from tests.contract.connectors.peer import Peer, running_peer
 from tests.support.processes import wait_until
 from tests.support.stores import mooncake_master, yuanrong_worker  # noqa: F401 (fixtures)
-from tests.support.transfer_engines import Engines, mooncake_engines  # noqa: F401 (fixture)
+from tests.support.transfer_engines import (  # noqa: F401 (fixtures)
+    Engines,
+    mooncake_engines,
+    mori_engines,
+    nixl_engines,
+    yuanrong_transfer_engines,
+)
 
 Options = dict[str, dict[str, JsonValue]]
 
@@ -51,6 +57,9 @@ KINDS = {
     "grpc": Traits(reads_copies=True),
     "cuda_ipc": Traits(),
     "mooncake": Traits("mooncake_engines", reads_copies=True),
+    "nixl": Traits("nixl_engines", reads_copies=True),
+    "mori": Traits("mori_engines", reads_copies=True),
+    "yuanrong_transfer_engine": Traits("yuanrong_transfer_engines", reads_copies=True),
     "mooncake_store": Traits("mooncake_master", frees_later=True, reads_copies=True),
     "yuanrong": Traits("yuanrong_worker", frees_later=True, reads_copies=True, outlives_owner=True),
 }
@@ -100,9 +109,10 @@ Factories = Callable[[bool], dict[str, ConnectorFactory]]
 def factories(request: pytest.FixtureRequest) -> Factories:
     """What makes the connector under test where its engine is shared, for a producer (True) or a consumer."""
     kind = request.getfixturevalue("kind") if "kind" in request.fixturenames else ""
-    if kind != "mooncake":
+    service = request.getfixturevalue(KINDS[kind].service) if kind and KINDS[kind].service else None
+    if not isinstance(service, Engines):
         return lambda producing: {}
-    engines: Engines = request.getfixturevalue("mooncake_engines")
+    engines = service
     return lambda producing: engines.factories(producing=producing)
 
 

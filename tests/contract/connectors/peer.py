@@ -24,6 +24,8 @@ from omni.v1 import transfer_service_pb2 as pb
 from omni.v1 import transfer_service_pb2_grpc as pb_grpc
 from omnicore import errors, process, rpc
 from omnicore.clock import SYSTEM_CLOCK, Clock
+from tests.doubles.loading import installed
+from tests.support.transfer_engines import DOUBLES
 
 PIECE_BYTES = 1024 * 1024
 EDGE = transfer_pb2.EdgeRef(request_id="req1", from_stage=0, to_stage=1)
@@ -179,7 +181,10 @@ async def main(kind: str, extra: Mapping[str, JsonValue]) -> int:
         options[kind] = {"to_host": True}
     if extra:
         options[kind] = {"inline_bytes": 0, **extra}
-    async with running_peer(pool_bytes=1 << 22, options=options) as peer, contextlib.AsyncExitStack() as kept:
+    async with contextlib.AsyncExitStack() as kept:
+        if kind in DOUBLES:
+            kept.enter_context(installed(DOUBLES[kind]))
+        peer = await kept.enter_async_context(running_peer(pool_bytes=1 << 22, options=options))
         print(orjson.dumps({"endpoint": peer.endpoint, "kind": kind}).decode(), flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
             try:
