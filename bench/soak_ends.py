@@ -38,6 +38,7 @@ _HELLO = struct.Struct("<B")
 PRODUCER = 0  # its row; consumers have the next ones
 _SWEEP_S = 0.25
 _DRAIN_S = 60.0
+_AHEAD, _AHEAD_S = 0.02, 0.02
 _FEW = 256  # one in so many reads lingers
 
 
@@ -104,11 +105,21 @@ class Producer:
         await self.worker.close()
 
     def _enough(self, large: bool) -> bool:
+        return self._share(large) >= 1
+
+    def _share(self, large: bool) -> float:
         wanted = self.settings.large if large else self.settings.small
-        return self.counters.sum("large" if large else "small") >= wanted
+        return self.counters.sum("large" if large else "small") / wanted if wanted else 1.0
+
+    def _ahead(self, large: bool) -> bool:
+        """The large ones would be done long before the small ones: they wait, so that all is mixed all the time."""
+        return large and self._share(True) > self._share(False) + _AHEAD
 
     async def _publish(self, large: bool) -> None:
         while not self._enough(large):
+            if self._ahead(large):
+                await asyncio.sleep(_AHEAD_S)
+                continue
             batch = self.counters.get(PRODUCER, "next_batch")
             self.counters.set(PRODUCER, "next_batch", batch + 1)
             fate = fate_of(batch)
