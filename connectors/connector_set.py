@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-from connectors.base import ByteFetcher, Connector, ConnectorUsage
+from connectors.base import Allocating, ByteFetcher, Connector, ConnectorUsage
 from connectors.handles import DEFAULT_TTL_S, HandleStore
+from connectors.managed import ManagedBuffer, Shapes
 from connectors.payload import JsonValue, Payload
 from connectors.publish import Usage, fill_inline, read_inline
 from connectors.registry import ConnectorContext, ConnectorFactory, create_connector
@@ -20,7 +21,8 @@ from omnicore.log import get_logger
 _log = get_logger(__name__)
 
 AUTO = "auto"
-_READER_OF = {"shm": "shm", "fetch": "grpc", "cuda_ipc": "cuda_ipc"}  # field of TransferHandle.backend → connector kind
+# Field of TransferHandle.backend → connector kind.
+_READER_OF = {"shm": "shm", "process": "shm", "fetch": "grpc", "cuda_ipc": "cuda_ipc"}
 # Why memory cannot be mapped from here although the data may well exist. OWNER_GONE is among them because a process of
 # another container on this host looks the same as one that has ended; Fetch tells which it is. So it does for transfer
 # engines whose port is closed: by a firewall, or because the owner has ended.
@@ -77,6 +79,18 @@ class ConnectorSet:
         """Publish with the connector ``kind``, or with ``resolve("auto")``. Raises as ``Connector.put``, and
         ``InvalidRequestError`` for a kind that this worker does not have."""
         return await self._connectors[self.resolve(kind)].put(key, edge, sequence, payload, consumers)
+
+    async def allocate(self, kind: str, tensors: Shapes | int) -> ManagedBuffer:
+        """Room in the pool of connector ``kind`` for tensors by name (shape and wire type), or for that many bytes,
+        which the caller fills and then puts without a copy: see ``connectors.managed``. Raises as ``put``, and
+        ``UnimplementedError`` for a connector whose pool nobody else can write to."""
+        connector = self._connectors[self.resolve(kind)]
+        if not isinstance(connector, Allocating):
+            raise errors.UnimplementedError(
+                f"connector {connector.kind!r} has no memory of its own to fill: put what you have",
+                reason="NO_MANAGED_BUFFERS",
+            )
+        return await connector.allocate(tensors)
 
     def resolve(self, kind: str) -> str:
         """The connector that ``put`` uses for ``kind``. "auto" is shared memory where this worker has a pool: consumers
@@ -136,6 +150,11 @@ class ConnectorSet:
     def usages(self) -> dict[str, ConnectorUsage]:
         """Connector kind → its counts now."""
         return {kind: connector.usage() for kind, connector in self._connectors.items()}
+
+    @property
+    def leaked(self) -> int:
+        """Buffers of ``allocate`` that were dropped without being released or put: each is logged with its place."""
+        return sum(getattr(connector, "leaked", 0) for connector in self._connectors.values())
 
     def sweep(self) -> int:
         """Free handles that expired and unmap peers that are gone; call about once a second. Returns how many handles

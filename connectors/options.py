@@ -37,6 +37,11 @@ class ShmOptions:
     """Put a CRC-32 into every handle, which readers check."""
     max_peers: int = _option(DEFAULT_MAX_PEERS, low=1)
     """Pools of other workers that stay mapped while idle."""
+    pin_memory: bool = False
+    """Page-lock the pool for CUDA, where there is a device: tensors of GPUs are copied into it at full speed."""
+    in_place_bytes: int = _option(0)
+    """Payloads from here on stay in the producer's own memory, which must not change until they are released; peers
+    copy them out of that process. 0: never."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -68,6 +68,9 @@ def fingerprint(handle: transfer_pb2.TransferHandle) -> bytes:
         device = handle.cuda_ipc
         texts += (device.memory_handle, device.event_handle, device.device_uuid.encode())
         numbers += (2, device.pool_bytes, device.offset_bytes, device.header.offset_bytes)
+    if handle.HasField("process"):
+        process = handle.process
+        numbers += (3, process.header_address, len(process.addresses), *process.addresses)
     for spec in tensors:
         shape = spec.shape
         texts += (spec.name.encode(), spec.dtype.encode())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from connectors import codec, publish, times
 from connectors.handles import HandleStore
@@ -11,7 +11,9 @@ from connectors.managed import ManagedBuffer, Shapes
 from connectors.options import ShmOptions
 from connectors.payload import Payload
 from connectors.peers import PeerPools
+from connectors.pinning import pin
 from connectors.pool import MemfdPool
+from connectors.process_memory import InPlacePublisher, read_process
 from connectors.space import HeapSpace, Space
 from connectors.targets import Into, checked
 from omni.v1 import transfer_pb2, types_pb2
@@ -36,7 +38,11 @@ class ShmConnector:
         """Raises ``ResourceExhaustedError`` if the host has not that much memory."""
         options = options or ShmOptions()
         pool_bytes = options.pool_bytes or pool_bytes
-        space: Space = MemfdPool(pool_bytes) if pool_bytes else HeapSpace(0)
+        space: Space = HeapSpace(0)
+        self._unpin: Callable[[], None] | None = None
+        if pool_bytes:
+            space = pool = MemfdPool(pool_bytes)
+            self._unpin = pin(pool.memory) if options.pin_memory else None
         self._store = store
         self._peers = PeerPools(options.max_peers)
         self._publisher = publish.Publisher(
@@ -47,12 +53,22 @@ class ShmConnector:
             put_wait_s=options.put_wait_s,
             checksum=options.checksum,
         )
+        self._in_place = (
+            InPlacePublisher(self.kind, store, min_bytes=options.in_place_bytes, checksum=options.checksum)
+            if options.in_place_bytes
+            else None
+        )
         self._closed = False
 
     async def put(
         self, key: str, edge: transfer_pb2.EdgeRef, sequence: int, payload: Payload, consumers: int = 1
     ) -> transfer_pb2.TransferHandle:
-        """See ``Connector.put``."""
+        """See ``Connector.put``. What ``in_place_bytes`` leaves where it is must not change until it is released."""
+        if self._in_place is not None and payload.buffer is None and payload.tensors:
+            self._check_open()
+            encoded = codec.encode(payload)
+            if self._in_place.takes(encoded):
+                return await self._in_place.put(key, edge, sequence, encoded, consumers)
         return await self._publisher.put(key, edge, sequence, payload, consumers)
 
     async def allocate(self, tensors: Shapes | int) -> ManagedBuffer:
@@ -75,6 +91,14 @@ class ShmConnector:
             yield publish.read_inline(handle)
             return
         self._check_backend(handle)
+        if handle.HasField("process"):
+            with times.phase("read"):
+                data = await read_process(handle)
+            with times.phase("sync"):
+                await publish.verify(handle, data)
+            times.read_by(self.kind, zero_copy=False)
+            yield codec.decode(handle, data)
+            return
         with contextlib.ExitStack() as stack:
             with times.phase("read"):
                 reading = stack.enter_context(self._peers.open(handle))
@@ -93,9 +117,13 @@ class ShmConnector:
             return
         self._check_backend(handle)
         targets = checked(handle, into)
-        with times.phase("read"), self._peers.open(handle) as reading:
-            await publish.fill(handle, targets, reading.data)
-            reading.check_intact()
+        if handle.HasField("process"):
+            with times.phase("read"):
+                await publish.fill(handle, targets, await read_process(handle))
+        else:
+            with times.phase("read"), self._peers.open(handle) as reading:
+                await publish.fill(handle, targets, reading.data)
+                reading.check_intact()
         times.read_by(self.kind, zero_copy=False)
 
     def release(self, key: str, token: bytes) -> bool:
@@ -124,14 +152,16 @@ class ShmConnector:
             return
         self._closed = True
         self._store.free_kind(self.kind)
+        if self._unpin is not None:
+            self._unpin()
         self._publisher.close()
         self._peers.close()
 
     def _check_backend(self, handle: transfer_pb2.TransferHandle) -> None:
         backend = handle.WhichOneof("backend")
-        if backend != "shm":
+        if backend not in ("shm", "process"):
             raise errors.FailedPreconditionError(
-                f"handle {handle.key!r} has backend {backend}; connector {self.kind!r} reads shm and inline",
+                f"handle {handle.key!r} has backend {backend}; connector {self.kind!r} reads shm, process and inline",
                 reason="OTHER_BACKEND",
                 metadata={"key": handle.key, "backend": backend},
             )

@@ -16,6 +16,7 @@ import pytest
 from connectors.connector_set import ConnectorSet
 from connectors.handles import HandleStore
 from connectors.payload import Payload
+from connectors.torch_tensors import as_torch
 from omni.v1 import transfer_pb2, types_pb2
 from omnicore import errors, process
 from tests.contract.connectors.conftest import needs_gpu
@@ -167,6 +168,47 @@ async def test_cuda_ipc_waits_for_the_producers_stream_and_for_the_consumers() -
             kept = got.tensors["x"].clone()
         assert kept.unique().tolist() == [round_number]
         assert ours.store.release(handle.key, handle.token)
+    await ours.close()
+
+
+async def test_cuda_ipc_publishes_what_was_made_in_its_pool() -> None:
+    import torch
+
+    ours = end(0)
+    free = ours.usage("cuda_ipc").free_bytes
+    for round_number in range(3):
+        with await ours.allocate("cuda_ipc", {"kv": (SHAPE, "bfloat16"), "odd": ((7,), "uint8")}) as buffer:
+            torch.mul(values(round_number, 0), 2, out=buffer["kv"])
+            buffer["odd"].fill_(round_number)
+            handle = await ours.put("cuda_ipc", f"k{round_number}", EDGE, 0, buffer.payload())
+            assert not buffer.held
+        async with ours.get(handle) as got:
+            assert got.tensors["kv"].data_ptr() % 512 == 0
+            assert torch.equal(got.tensors["kv"], values(round_number, 0) * 2)
+            assert got.tensors["odd"].tolist() == [round_number] * 7
+        assert ours.store.release(handle.key, handle.token)
+    (await ours.allocate("cuda_ipc", 5)).release()
+    assert ours.usage("cuda_ipc").free_bytes == free
+    await ours.close()
+    assert ours.leaked == 0
+
+
+async def test_host_pools_are_pinned_for_cuda_ipc_machines() -> None:
+    """shm with ``pin_memory``: what is copied from a device arrives, and the pool is CUDA's to copy to."""
+    import torch
+
+    ref = types_pb2.ReplicaRef(stage=types_pb2.StageRef(pipeline="p"), replica_id=1, epoch=5)
+
+    def nothing(handle: transfer_pb2.TransferHandle) -> AsyncIterator[bytes]:
+        raise errors.UnavailableError("this test has no Fetch")
+
+    ours = ConnectorSet(lambda: ref, lambda: "", nothing, pool_bytes=64 << 20, options={"shm": {"pin_memory": True}})
+    async with await ours.allocate("shm", {"x": ((1000,), "float32")}) as buffer:
+        assert buffer.torch("x").is_pinned()
+    handle = await ours.put("shm", "k", EDGE, 0, Payload({"kv": values(3, last_device())}))
+    assert handle.WhichOneof("backend") == "shm"
+    async with ours.get(handle) as got:
+        assert torch.equal(as_torch(got.tensors["kv"]), values(3, 0).cpu())
     await ours.close()
 
 
