@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 _SMALLEST = 64 * 1024  # below that nothing goes to a store
+_COARSE = 1024 * 1024  # up to here powers of two; above, an eighth of one is the most that is wasted
 
 
 class Buffer(Protocol):
@@ -20,8 +21,10 @@ B = TypeVar("B", bound=Buffer)
 
 
 class BufferPool(Generic[B]):
-    """Buffers of powers of two. ``make`` gets one of at least the size it is given, ``drop`` lets it go; at most
-    ``keep_bytes`` stay for reuse. May be used from any thread."""
+    """Buffers of a few sizes, so that they fit again.
+
+    ``make`` gets one of at least the size it is given, ``drop`` lets it go; at most ``keep_bytes`` stay for reuse. May
+    be used from any thread."""
 
     def __init__(self, make: Callable[[int], B], drop: Callable[[B], None], keep_bytes: int) -> None:
         self._make = make
@@ -35,7 +38,9 @@ class BufferPool(Generic[B]):
 
     def take(self, size_bytes: int) -> B:
         """A buffer of at least ``size_bytes``, with whatever was in it. Raises what ``make`` raises."""
-        size = max(_SMALLEST, 1 << (size_bytes - 1).bit_length())
+        power = 1 << (size_bytes - 1).bit_length()
+        step = power // 16
+        size = max(_SMALLEST, power if power <= _COARSE else -(-size_bytes // step) * step)
         with self._lock:
             idle = self._idle.get(size)
             if idle:
