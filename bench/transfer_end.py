@@ -12,7 +12,7 @@ import sys
 
 import uvloop
 
-from bench import transfer_baselines, transfer_ours, transfer_wire
+from bench import transfer_baselines, transfer_wire
 from bench.transfer_wire import BlockingChannel, Channel, Consumer, LoopChannel, Producer
 from omnicore import process
 from omnicore.log import setup_logging
@@ -24,6 +24,8 @@ async def main(role: str, family: str, name: str, mode: str, fd: str, largest: s
     if family == "baseline":
         channel, end = BlockingChannel(int(fd)), transfer_baselines.make(name, role, int(largest))
     else:
+        from bench import transfer_ours  # seconds of imports that baselines can do without
+
         channel, end = LoopChannel(int(fd)), transfer_ours.make(name, mode, role, json.loads(options))
     if isinstance(end, Producer):
         await transfer_wire.produce(channel, end)
