@@ -102,14 +102,32 @@ class MoriTransferEngineConnector(EngineConnector):
     """Mori over RDMA or XGMI."""
 
     kind = "mori"
-    options: ClassVar[Mapping[str, Option]] = {**NETWORK, **POOL}
+    options: ClassVar[Mapping[str, Option]] = {
+        **NETWORK,
+        **POOL,
+        "backend_type": Option("rdma", core="backend"),
+        "rpc_port": Option(0, core="port", high=65535, auto=True),
+    }
+
+    def _node_options(self, core: Mapping[str, JsonValue]) -> NodeOptions:
+        return super()._node_options({**core, "host": self.host})
 
 
 class YuanrongTransferEngineConnector(EngineConnector):
     """Yuanrong's transfer engine between NPUs."""
 
     kind = "yuanrong_transfer_engine"
-    options: ClassVar[Mapping[str, Option]] = {**NETWORK, **POOL}
+    options: ClassVar[Mapping[str, Option]] = {
+        **NETWORK,
+        **POOL,
+        "protocol": Option("ascend"),
+        "memory_pool_device": Option("npu"),
+        "device_name": Option("auto", core="device"),
+        "rpc_port": Option(0, core="port", high=65535, auto=True),
+    }
+
+    def _node_options(self, core: Mapping[str, JsonValue]) -> NodeOptions:
+        return super()._node_options({**core, "host": self.host})
 
 
 class MooncakeStoreConnector(StoredConnector):

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from connectors import managed
 from connectors.payload import JsonValue, Payload
 from connectors.reference import metadata as meta
 from connectors.reference import values
@@ -98,10 +99,7 @@ class CoreConnector(OmniConnectorBase):
                     f"{put_key!r}: this connector is a receiver, and publishes nothing", reason="RECEIVER"
                 )
             key = self._checked_key(put_key, from_stage, to_stage)
-            raw = self.supports_raw_data
-            if raw and isinstance(data, ManagedBuffer):
-                data = data.view
-            payload = values.to_payload(data, raw=raw)
+            payload = self._payload(data)
             edge = transfer_pb2.EdgeRef(request_id=key, from_stage=_number(from_stage), to_stage=_number(to_stage))
             places = self.values["consumers"] if consumers is None else consumers
             handle = self._loop.run(self._publish(key, edge, payload, places), self.values["put_wait_s"] + _COPY_S)
@@ -176,6 +174,16 @@ class CoreConnector(OmniConnectorBase):
 
     # --- of the reference, beside its base --------------------------------------------------------------------------
 
+    def allocate(self, size_bytes: int) -> ManagedBuffer:
+        """Room in this connector's pool, to be filled and given to ``put``, which then copies nothing. Raises
+        ``UnimplementedError`` for classes without such a pool, ``ResourceExhaustedError`` when it stays full,
+        ``UnavailableError`` after ``close``."""
+        self._check_open()
+        if not self.can_put or not self.supports_raw_data:
+            raise errors.UnimplementedError(f"{type(self).__name__} as {self.role} has no room to give")
+        room = self._loop.run(self._node.allocate(size_bytes), self.values["put_wait_s"] + _COPY_S)
+        return ManagedBuffer(room[managed.BYTES], lambda _: room.release(), room)
+
     def get_connection_info(self) -> dict[str, Any]:
         """What a receiver may be told about this connector: ``update_sender_info(info["host"], info["zmq_port"])``."""
         return {
@@ -222,6 +230,17 @@ class CoreConnector(OmniConnectorBase):
 
     async def _stop(self) -> None:
         await self._node.close()
+
+    def _payload(self, data: Any) -> Payload:
+        """``data`` as it travels. Room of a pool is sent as it is, if it is this connector's; else it is copied."""
+        if isinstance(data, ManagedBuffer):
+            if not self.supports_raw_data:
+                data = data.to_bytes()
+            elif data.room is not None:
+                return values.of_room(data.room)
+            else:
+                data = data.tensor
+        return values.to_payload(data, raw=self.supports_raw_data)
 
     async def _publish(
         self, key: str, edge: transfer_pb2.EdgeRef, payload: Payload, consumers: int

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from connectors import managed
 from connectors.channels import PeerChannels
 from connectors.connector_set import ConnectorSet
 from connectors.handles import DEFAULT_TTL_S, HandleStore
@@ -142,6 +143,10 @@ class Node:
     ) -> transfer_pb2.TransferHandle:
         """Publish. Raises as ``Connector.put``."""
         return await (await self.publisher()).put(self._options.kind, key, edge, 0, payload, consumers)
+
+    async def allocate(self, size_bytes: int) -> managed.ManagedBuffer:
+        """Room to publish from. Raises as ``ConnectorSet.allocate``."""
+        return await (await self.publisher()).allocate(self._options.kind, size_bytes)
 
     # --- consuming --------------------------------------------------------------------------------------------------
 

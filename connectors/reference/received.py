@@ -1,7 +1,8 @@
-"""Received memory that its reader gives back."""
+"""Memory of a pool in the hands of a program: received, and to be given back; or taken, to be filled and sent."""
 
 from __future__ import annotations
 
+import builtins
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -10,7 +11,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from connectors.torch_tensors import as_torch
+from connectors import managed
+from connectors.torch_tensors import as_torch, is_torch, load_torch
 from omnicore import errors
 from omnicore.log import get_logger
 
@@ -18,12 +20,22 @@ _log = get_logger(__name__)
 
 
 class ManagedBuffer:
-    """Raw data where it lies. Read-only, and valid until ``release``, which the reader must call."""
+    """Raw data where it lies, valid until ``release``, which its holder must call.
 
-    def __init__(self, array: npt.NDArray[Any], release: Callable[[bool], None]) -> None:
-        """``release`` is called once, with whether the caller may be kept waiting."""
+    Of ``get``: read-only. Of ``allocate``: writable, and sent without a copy by ``put``, which takes it over.
+    """
+
+    def __init__(
+        self,
+        array: npt.NDArray[Any] | Any,
+        release: Callable[[bool], None],
+        room: managed.ManagedBuffer | None = None,
+    ) -> None:
+        """``release`` is called once, with whether the caller may be kept waiting. ``room``: what was allocated."""
+        self.room = room
         self.array = array
-        """As it was sent: with the type and shape of a tensor, or as bytes."""
+        """As it was sent: with the type and shape of a tensor, or as bytes. A numpy array, or a torch tensor where the
+        memory is a device's."""
         self.size = int(array.nbytes)
         self._release = release
         self._lock = threading.Lock()
@@ -35,14 +47,18 @@ class ManagedBuffer:
         return self._released
 
     @property
-    def view(self) -> memoryview:
-        """Its bytes. Raises ``FailedPreconditionError`` after ``release``."""
-        return self._bytes().data.toreadonly()
+    def bytes(self) -> Any:
+        """Its bytes, flat, without a copy: a numpy array, or a torch tensor where the memory is a device's. Raises
+        ``FailedPreconditionError`` after ``release``."""
+        if self._released:
+            raise errors.FailedPreconditionError("the buffer was released", reason="BUFFER_RELEASED")
+        flat = self.array.reshape(-1)
+        return flat.view(load_torch().uint8 if is_torch(flat) else np.uint8)
 
     @property
     def tensor(self) -> Any:
-        """Its bytes as a flat torch.uint8 tensor that shares the memory; do not write to it. Raises as ``view``."""
-        return as_torch(self._bytes())
+        """Its bytes as a flat torch.uint8 tensor that shares the memory; do not write to it. Raises as ``bytes``."""
+        return as_torch(self.bytes)
 
     def as_tensor(self, dtype: Any, shape: Sequence[int]) -> Any:
         """A torch tensor of this type and shape that shares the memory; do not write to it. Raises
@@ -57,9 +73,11 @@ class ManagedBuffer:
             )
         return tensor.view(dtype).reshape(tuple(shape))
 
-    def to_bytes(self) -> bytes:
-        """A copy. Raises as ``view``."""
-        return self._bytes().tobytes()
+    def to_bytes(self) -> builtins.bytes:
+        """A copy in host memory. Raises as ``bytes``."""
+        flat = self.bytes
+        copied: builtins.bytes = (flat.cpu().numpy() if is_torch(flat) else flat).tobytes()
+        return copied
 
     def release(self) -> None:
         """Give it back. May be called more than once. Raises ``DataLossError`` if its owner freed it while it was
@@ -76,7 +94,8 @@ class ManagedBuffer:
 
     def __del__(self) -> None:
         if not self._released:
-            _log.warning("a received buffer was forgotten instead of released", size_bytes=self.size)
+            if self.room is None or self.room.held:
+                _log.warning("a buffer was forgotten instead of released", size_bytes=self.size)
             self._end(wait=False)
 
     def _end(self, *, wait: bool) -> None:
@@ -85,8 +104,3 @@ class ManagedBuffer:
                 return
             self._released = True
         self._release(wait)
-
-    def _bytes(self) -> npt.NDArray[np.uint8]:
-        if self._released:
-            raise errors.FailedPreconditionError("the buffer was released", reason="BUFFER_RELEASED")
-        return self.array.reshape(-1).view(np.uint8)

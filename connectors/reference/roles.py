@@ -14,11 +14,11 @@ from connectors.reference.settings import Option
 GIB: Final = 1024**3
 NETWORK: Final[Mapping[str, Option]] = {
     "host": Option("auto"),
-    "zmq_port": Option(DEFAULT_PORT, high=65535),
+    "zmq_port": Option(DEFAULT_PORT, high=65535, auto=True),
     "sender_host": Option(""),
-    "sender_zmq_port": Option(0, high=65535),
+    "sender_zmq_port": Option(0, high=65535, auto=True),
 }
-"""Port 0: any that is free; ``get_connection_info`` says which."""
+"""Port 0 or "auto": any that is free; ``get_connection_info`` says which."""
 POOL: Final[Mapping[str, Option]] = {
     "memory_pool_size": Option(GIB, low=1),
     "memory_pool_device": Option("cpu", choices=("cpu",)),

@@ -34,6 +34,8 @@ class Option:
     low: float = 0
     high: float = 2.0**63
     choices: tuple[str, ...] = ()
+    auto: bool = False
+    """The text "auto" stands for 0."""
 
 
 COMMON: Mapping[str, Option] = {
@@ -129,6 +131,8 @@ def _converted(path: str, value: Any, option: Option) -> Any:
 
 def _number(path: str, value: Any, option: Option, kind: type) -> Any:
     wanted = "a whole number" if kind is int else "a number"
+    if option.auto and value == "auto":
+        return kind(0)
     try:
         number = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
     except ValueError:

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from connectors import codec, objects
+from connectors import codec, managed, objects
 from connectors.payload import Payload
 from connectors.torch_tensors import is_torch
 from omni.v1 import transfer_pb2
 from omnicore import errors
 
-RAW = "data"
+RAW = managed.BYTES
 """Name of the tensor of a raw payload."""
 _FORM = "form"
 _BYTES, _TENSOR = "bytes", "tensor"
@@ -31,6 +31,11 @@ def to_payload(value: Any, *, raw: bool) -> Payload:
     if raw and is_torch(value):
         return Payload({RAW: value}, metadata={_FORM: _TENSOR})
     return objects.to_payload(value)
+
+
+def of_room(room: managed.ManagedBuffer) -> Payload:
+    """A raw payload of room that was allocated for so many bytes and has been filled."""
+    return room.payload({_FORM: _BYTES})
 
 
 def is_raw(handle: transfer_pb2.TransferHandle) -> bool:

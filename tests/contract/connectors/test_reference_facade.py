@@ -7,6 +7,7 @@ leaves nothing published.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -32,6 +33,7 @@ from connectors.reference import (
 )
 from connectors.reference.connector import CoreConnector
 from omnicore import errors
+from tests.doubles.loading import installed
 
 torch = pytest.importorskip("torch")
 
@@ -51,6 +53,8 @@ class Setup:
     """What must be installed."""
     service: str = ""
     """The fixture of the store that it needs."""
+    double: str = ""
+    """What stands for its library, which needs hardware."""
 
     def at(self, service: Any) -> Setup:
         """With the options of that store."""
@@ -71,6 +75,9 @@ SETUPS = [
     Setup("SharedMemoryConnector", {"memory_pool_size": 8 << 20}),
     Setup("GrpcConnector", _NETWORK),
     Setup("MooncakeTransferEngineConnector", {**_NETWORK, "protocol": "tcp"}, library="mooncake"),
+    Setup("NixlConnector", _NETWORK, library="nixl"),
+    Setup("MoriTransferEngineConnector", _NETWORK, double="mori"),
+    Setup("YuanrongTransferEngineConnector", {**_NETWORK, "memory_pool_device": "npu:0"}, double="yuanrong"),
     Setup("MooncakeStoreConnector", {"memory_pool_size": 8 << 20}, library="mooncake", service="mooncake_master"),
 ]
 # The other store runs but one test: its code here is the same, and its worker takes seconds to start.
@@ -114,7 +121,11 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         setup = setup.at(request.getfixturevalue(setup.service))
     directory = tmp_path_factory.mktemp("senders")
     directory.chmod(0o700)
-    with setup.make(directory, role="sender") as sender, setup.make(directory, role="receiver") as receiver:
+    with (
+        installed(setup.double) if setup.double else contextlib.nullcontext(),
+        setup.make(directory, role="sender") as sender,
+        setup.make(directory, role="receiver") as receiver,
+    ):
         if sender.needs_role:
             receiver.update_sender_info(sender.host, sender.get_connection_info()["zmq_port"])
         yield Pair(setup, sender, receiver, directory)
@@ -253,6 +264,42 @@ def test_n_26_a_received_buffer_can_be_sent_on(pair: Pair) -> None:
     assert pair.get(second) == data(LARGE, 5)
 
 
+def test_n_26_room_of_its_own_pool_is_sent_without_a_copy_and_of_another_with_one(pair: Pair) -> None:
+    if not pair.raw:
+        with pytest.raises(errors.UnimplementedError):
+            pair.sender.allocate(LARGE)
+        return
+    for make in (pair.sender.allocate, other_pool(pair)):
+        with make(LARGE) as room:
+            room.array[:] = np.frombuffer(data(LARGE, 9), np.uint8)
+            used = used_bytes(pair.sender)
+            key = new_key()
+            put(pair, key, room)
+            more = used_bytes(pair.sender) - used
+            assert (more == 0) is (make == pair.sender.allocate), "the same room, or another one"
+        assert pair.get(key) == data(LARGE, 9), "a room that was put is the receiver's, whoever leaves the context"
+    with pair.sender.allocate(LARGE):
+        assert used_bytes(pair.sender) >= LARGE
+    assert used_bytes(pair.sender) == 0
+    with pytest.raises(errors.UnimplementedError):
+        pair.receiver.allocate(1)
+
+
+def other_pool(pair: Pair) -> Callable[[int], ManagedBuffer]:
+    """Room that is not of the sender's pool: what a receiver holds."""
+
+    def make(size: int) -> ManagedBuffer:
+        array = np.zeros(size, np.uint8)
+        return ManagedBuffer(array, lambda _: None)
+
+    return make
+
+
+def used_bytes(connector: CoreConnector) -> int:
+    health = connector.health()
+    return int(health["pool_bytes"] - health["pool_free_bytes"])
+
+
 def test_n_24_a_buffer_that_is_forgotten_is_given_back(pair: Pair) -> None:
     if not pair.raw:
         pytest.skip("nothing to forget here")
@@ -354,7 +401,7 @@ def test_n_19_n_31_w_02_several_receivers_if_said(pair: Pair) -> None:
     assert pair.get(key, metadata) is None
 
 
-def test_bug_63_the_same_key_twice_is_refused_and_the_first_stays(pair: Pair) -> None:
+def test_the_same_key_twice_is_refused_and_the_first_stays(pair: Pair) -> None:
     key = new_key()
     put(pair, key, data(LARGE, 1))
     assert pair.sender.put("0", "1", key, data(LARGE, 2)) == (False, 0, None)

@@ -19,6 +19,7 @@ from connectors.payload import Payload
 from connectors.reference import (
     ConnectorSpec,
     GrpcConnector,
+    ManagedBuffer,
     OmniConnectorBase,
     OmniConnectorFactory,
     TransferConfigError,
@@ -89,9 +90,10 @@ def test_an_answer_is_believed_of_who_knows_the_secret_and_to_this_question() ->
 
 # --- values -----------------------------------------------------------------------------------------------------------
 
+_TEXT = st.text("aZ0 \x00ü€𝄞", max_size=20)
 _OBJECTS = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=3000),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=4),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | _TEXT | st.binary(max_size=3000),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(_TEXT | st.integers(), inner, max_size=4),
     max_leaves=6,
 )
 
@@ -145,6 +147,19 @@ def test_n_26_raw_is_what_a_receiver_wants_as_memory() -> None:
     assert values.from_payload(values.to_payload([b"abc"], raw=True)) == [b"abc"]
     with pytest.raises(errors.DataLossError):
         values.raw_of(Payload(text="no"))
+
+
+def test_n_24_a_buffer_may_be_a_devices() -> None:
+    torch = pytest.importorskip("torch")
+    given_back: list[bool] = []
+    with ManagedBuffer(torch.arange(6, dtype=torch.int16).reshape(2, 3), given_back.append) as buffer:
+        assert (buffer.size, buffer.released) == (12, False)
+        assert buffer.tensor.dtype == torch.uint8
+        assert buffer.as_tensor(torch.int16, (3, 2)).tolist() == [[0, 1], [2, 3], [4, 5]]
+        assert buffer.to_bytes() == np.arange(6, dtype=np.int16).tobytes()
+    assert (buffer.released, given_back) == (True, [True])
+    with pytest.raises(errors.FailedPreconditionError):
+        _ = buffer.tensor
 
 
 # --- the thread -------------------------------------------------------------------------------------------------------

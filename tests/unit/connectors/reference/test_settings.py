@@ -78,6 +78,10 @@ def test_n_37_variables_are_put_in_and_must_be_set(variable: str) -> None:
     values = read(YuanrongTransferEngineConnector, zmq_port=f"${{{variable}}}", sender_host=f"h${variable}")
     assert (values["zmq_port"], values["sender_host"]) == (4711, "h4711")
     assert expand_env_value(5) == 5
+    auto = read(YuanrongTransferEngineConnector, zmq_port="auto", rpc_port="auto", memory_pool_device="npu:3")
+    assert (auto["zmq_port"], auto["rpc_port"], auto["memory_pool_device"]) == (0, 0, "npu:3")
+    plain = read(YuanrongTransferEngineConnector)
+    assert (plain["protocol"], plain["memory_pool_device"], plain["device_name"]) == ("ascend", "npu", "auto")
     with pytest.raises(errors.InvalidRequestError, match="OMNI_TEST_NOT_SET, which is not set") as raised:
         read(YuanrongTransferEngineConnector, host="${OMNI_TEST_NOT_SET}")
     assert raised.value.reason == "UNSET_VARIABLE"
