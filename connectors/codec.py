@@ -124,12 +124,29 @@ def lay_out(shapes: Mapping[str, tuple[Sequence[int], str]]) -> Layout:
     return Layout(specs, end)
 
 
-def device_view(spec: transfer_pb2.TensorSpec, data: Any) -> Any:
-    """The tensor of ``spec`` in ``data``, which holds all bytes as a flat uint8 torch tensor."""
-    flat = data[spec.offset_bytes : spec.offset_bytes + spec.size_bytes]
-    # An empty view of another type would need its place to be aligned for nothing.
-    typed = flat.view(torch_dtype(spec.dtype)) if spec.size_bytes else flat.to(torch_dtype(spec.dtype))
-    return typed.reshape(tuple(spec.shape))
+class FlatMemory:
+    """Device memory as flat torch tensors: uint8, and once of each type that was asked for."""
+
+    def __init__(self, data: Any) -> None:
+        """``data``: uint8, as long as a multiple of 16."""
+        self.data = data
+        self._typed: dict[str, Any] = {}
+
+    def tensor(self, spec: transfer_pb2.TensorSpec, start: int) -> Any:
+        """The tensor of ``spec`` in a payload whose bytes begin at ``start``, a multiple of ``ALIGNMENT``: in one step
+        of torch's, since it is on the way of every transfer."""
+        typed = self._typed.get(spec.dtype)
+        if typed is None:
+            typed = self._typed[spec.dtype] = self.data.view(torch_dtype(spec.dtype))
+        shape = tuple(spec.shape)
+        if not spec.size_bytes:
+            return typed[:0].reshape(shape)
+        strides: list[int] = []
+        step = 1
+        for side in reversed(shape):
+            strides.append(step)
+            step *= side
+        return typed.as_strided(shape, strides[::-1], (start + spec.offset_bytes) // typed.element_size())
 
 
 def encode(payload: Payload) -> Encoded:

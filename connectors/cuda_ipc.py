@@ -97,11 +97,7 @@ class CudaIpcConnector:
                 data = await _in_thread(to_host, reading.data)
                 await publish.verify(handle, data)
             try:
-                yield (
-                    codec.decode(handle, data)
-                    if in_host
-                    else Payload(views(handle, reading.data), None, _facts(handle))
-                )
+                yield (codec.decode(handle, data) if in_host else Payload(reading.tensors(), None, _facts(handle)))
             finally:
                 await self._settle()
             reading.check_intact()
@@ -126,7 +122,7 @@ class CudaIpcConnector:
             if isinstance(into, memoryview):
                 pairs = [(as_torch(whole(handle, into)), reading.data)]
             else:
-                pairs = _matched(handle, reading.data, into)
+                pairs = _matched(handle, reading, into)
             if handle.HasField("crc32"):
                 await publish.verify(handle, await _in_thread(to_host, reading.data))
             await settled(self._cuda.copy(self._device, pairs))
@@ -270,14 +266,11 @@ def _pairs(encoded: codec.Encoded, data: Any) -> list[tuple[Any, Any]]:
     return pairs
 
 
-def views(handle: transfer_pb2.TransferHandle, data: Any) -> dict[str, Any]:
-    """The tensors of a handle whose headers were checked, as views of its bytes."""
-    return {spec.name: codec.device_view(spec, data) for spec in handle.tensors}
-
-
-def _matched(handle: transfer_pb2.TransferHandle, data: Any, into: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+def _matched(
+    handle: transfer_pb2.TransferHandle, reading: DeviceReading, into: Mapping[str, Any]
+) -> list[tuple[Any, Any]]:
     """Targets and sources. Raises ``InvalidRequestError`` naming the target that does not fit."""
-    sources = views(handle, data)
+    sources = reading.tensors()
     pairs = []
     for name, array in into.items():
         target, source = as_torch(array) if isinstance(array, np.ndarray) else array, sources.get(name)

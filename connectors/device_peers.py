@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from connectors.codec import FlatMemory
 from connectors.cuda import IPC_HANDLE_BYTES, Cuda
 from connectors.device_pool import ALIGNMENT, local_pool
 from connectors.peers import PeerPools, Place, Reading, open_process
@@ -51,7 +52,7 @@ class _PeerMemory:
         except BaseException:
             os.close(self._process)
             raise
-        self.memory: Any = cuda.bytes_at(device, self._address, self.size_bytes)
+        self.memory = FlatMemory(cuda.bytes_at(device, self._address, self.size_bytes))
         self._exit = select.poll()
         self._exit.register(self._process, select.POLLIN)
 
@@ -73,11 +74,22 @@ class _PeerMemory:
 
 
 class DeviceReading:
-    """The bytes of one handle in a peer's device memory: ``data``, a flat uint8 tensor."""
+    """The bytes of one handle in a peer's device memory."""
 
-    def __init__(self, data: Any, header: Reading) -> None:
-        self.data = data
+    def __init__(self, handle: transfer_pb2.TransferHandle, memory: FlatMemory, header: Reading) -> None:
+        self._handle = handle
+        self._memory = memory
+        self._start = handle.cuda_ipc.offset_bytes
         self.check_intact = header.check_intact
+
+    @property
+    def data(self) -> Any:
+        """All of them, a flat uint8 tensor."""
+        return self._memory.data[self._start : self._start + self._handle.size_bytes]
+
+    def tensors(self) -> dict[str, Any]:
+        """The tensors of the handle, whose headers were checked."""
+        return {spec.name: self._memory.tensor(spec, self._start) for spec in self._handle.tensors}
 
 
 class DevicePeers:
@@ -102,17 +114,16 @@ class DevicePeers:
         backend = handle.cuda_ipc
         _check(handle)
         with self._headers.open_place(Place(backend.header, 0, fingerprint(handle), handle.key)) as header:
-            start, end = backend.offset_bytes, backend.offset_bytes + handle.size_bytes
             if (backend.pid, backend.process_start_ticks) == self._self:
                 pool = local_pool(backend.memory_handle)
                 if pool is None:
                     raise errors.UnavailableError("the device pool is closed", reason="OWNER_GONE")
                 with pool.held() as memory:
-                    yield DeviceReading(memory[start:end], header)
+                    yield DeviceReading(handle, memory, header)
                 return
             peer = self._use(backend, header.pool_inode)
             try:
-                yield DeviceReading(peer.memory[start:end], header)
+                yield DeviceReading(handle, peer.memory, header)
             finally:
                 with self._lock:
                     peer.users -= 1
@@ -170,6 +181,8 @@ def _check(handle: transfer_pb2.TransferHandle) -> None:
     start, size = backend.offset_bytes, handle.size_bytes
     if size > backend.pool_bytes or start > backend.pool_bytes - size or start % ALIGNMENT:
         why = f"points outside its pool: {size} bytes at {start} of {backend.pool_bytes}"
+    elif backend.pool_bytes % ALIGNMENT:
+        why = f"has a pool of {backend.pool_bytes} bytes, not a multiple of {ALIGNMENT}"
     elif len(backend.memory_handle) != IPC_HANDLE_BYTES:
         why = f"has a memory handle of {len(backend.memory_handle)} bytes, not {IPC_HANDLE_BYTES}"
     elif backend.event_handle:

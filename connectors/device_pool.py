@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from connectors.allocator import BufferAllocator
+from connectors.codec import FlatMemory
 from connectors.cuda import Cuda
 from connectors.pool import HEADER, MemfdPool, PoolSlot, boot_id, fingerprint, process_start_ticks
 from omni.v1 import transfer_pb2
@@ -47,7 +48,12 @@ class DeviceSlot:
         self._start = start
         self._header = header
         self.held = pool.held
-        self.data = pool.memory[start : start + size_bytes]
+        self._memory = pool.memory
+        self.data = pool.memory.data[start : start + size_bytes]
+
+    def tensor(self, spec: transfer_pb2.TensorSpec) -> Any:
+        """A tensor of the payload."""
+        return self._memory.tensor(spec, self._start)
 
     def locate(self, handle: transfer_pb2.TransferHandle) -> None:
         """Say in ``handle``, which is otherwise complete, where the data is, and make the slot valid for it."""
@@ -82,7 +88,7 @@ class DevicePool:
         self._headers = MemfdPool(MAX_SLOTS * HEADER.size, alignment=HEADER.size)
         try:
             self._address = cuda.allocate(device, size_bytes)
-            self.memory: Any = cuda.bytes_at(device, self._address, size_bytes)
+            self.memory = FlatMemory(cuda.bytes_at(device, self._address, size_bytes))
             self.location = transfer_pb2.CudaIpcBackend(
                 boot_id=boot_id(),
                 pid=os.getpid(),
@@ -124,7 +130,7 @@ class DevicePool:
         return self._allocator.capacity_bytes
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[Any]:
+    def held(self) -> Iterator[FlatMemory]:
         """``memory``, which stays allocated inside the context. Raises ``UnavailableError`` after ``close``."""
         with self._lock:
             self._check_open()

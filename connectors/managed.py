@@ -103,7 +103,7 @@ class ManagedBuffer:
             known = ", ".join(self._layout.by_name)
             raise errors.InvalidRequestError.field("name", f"this buffer has no {name!r}, it has: {known}")
         if self.device_data is not None:
-            return codec.device_view(spec, self.device_data)
+            return self._slot.tensor(spec)  # type: ignore[attr-defined]
         start = spec.offset_bytes
         raw = self._bytes()[start : start + spec.size_bytes]
         return raw.view(DTYPES[spec.dtype]).reshape(tuple(spec.shape)) if raw.nbytes else _empty(spec)
