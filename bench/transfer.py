@@ -1,6 +1,6 @@
 """What it costs to hand a tensor from one process to another: every connector, beside the least that it could cost.
 
-    python -m bench.transfer [--peer-python PATH] [--sizes 4KiB,64MB] [--only shm,memcpy] [--rounds 7] [--out FOLDER]
+    python -m bench.transfer [--peer-python PATH] [--sizes 4KiB,64MB] [--only shm,memcpy] [--rounds 5] [--out FOLDER]
 
 Producer and consumer of each path are two processes, which stay for the whole run (``bench.transfer_wire`` says what is
 timed: one way, from before ``put`` until the consumer has views of the bytes, and until it has read all of them; every
@@ -43,7 +43,8 @@ from bench.transfer_paths import Contender, Pair, UnavailableHereError, contende
 from bench.transfer_report import Cell, Figures
 from bench.transfer_services import Services
 
-SIZES = ("4KiB", "64KiB", "1MiB", "16MiB", "64MB", "256MiB", "440MB")
+SIZES = ("4KiB", "64KiB", "1MiB", "16MiB", "64MB", "440MB")
+ROUNDS = 5
 QUICK_SIZES = ("4KiB", "1MiB", "16MiB")
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _BUDGET_S = 0.2
@@ -101,7 +102,8 @@ async def measure(pairs: Sequence[Pair], sizes: dict[str, int], rounds: int) -> 
     load_before = os.getloadavg()[0]
     begun_s, busy_s, own_s = time.monotonic(), harness.busy_seconds(), _own_seconds(pairs)
     for number in range(rounds):
-        print(f"round {number + 1} of {rounds}, load {os.getloadavg()[0]:.2f}", file=sys.stderr)
+        elapsed_s = time.monotonic() - begun_s
+        print(f"round {number + 1} of {rounds}, at {elapsed_s:.0f} s, load {os.getloadavg()[0]:.2f}", file=sys.stderr)
         for label, size in sizes.items():
             samples = max(_LEAST_SAMPLES, min(_MOST_SAMPLES, _SAMPLE_BYTES // size))
             for pair in pairs:
@@ -143,7 +145,7 @@ async def main(arguments: argparse.Namespace) -> int:
     """Measure, print, store, plot."""
     labels = arguments.sizes.split(",") if arguments.sizes else (QUICK_SIZES if arguments.quick else SIZES)
     sizes = {label: size_bytes(label) for label in labels}
-    rounds = arguments.rounds or (2 if arguments.quick else 7)
+    rounds = arguments.rounds or (2 if arguments.quick else ROUNDS)
     known = contenders(bool(arguments.peer_python))
     only = set(filter(None, arguments.only.split(",")))
     if unknown := only - {contender.key for contender in known}:
@@ -178,7 +180,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peer-python", default="", help="python of an environment with vllm-omni 0.30.0")
     parser.add_argument("--sizes", default="", help=f"separated by commas; default {','.join(SIZES)}")
     parser.add_argument("--only", default="", help="keys of paths, separated by commas; default all")
-    parser.add_argument("--rounds", type=int, default=0, help="default 7")
+    parser.add_argument("--rounds", type=int, default=0, help=f"default {ROUNDS}")
     parser.add_argument("--out", default="", help="folder for results; default bench/results")
     return parser.parse_args(argv)
 

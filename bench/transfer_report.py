@@ -69,6 +69,7 @@ BARS = (
     Bar("mooncake into / engine alone", "mooncake_into", "raw_mooncake", None),
     Bar("mooncake copied / peer's MooncakeTransferEngineConnector", "mooncake", "peer_mooncake", None),
     Bar("nixl in place / process_vm_readv", "nixl_in_place", "cma", None),
+    Bar("nixl in place / engine of Mooncake alone", "nixl_in_place", "raw_mooncake", None),
     Bar("grpc / TCP", "grpc", "tcp", None),
 )
 
