@@ -16,12 +16,10 @@ import asyncio
 from collections.abc import Callable, Coroutine
 
 import grpc.aio
-from google.protobuf import json_format
 
 from connectors.agreement import RankAgreement
 from connectors.channels import PeerChannels
 from connectors.connector_set import ConnectorSet
-from connectors.payload import JsonValue
 from omni.v1 import pipeline_pb2, stage_service_pb2_grpc, transfer_service_pb2_grpc, types_pb2
 from omni.v1 import registry_service_pb2 as registry_pb
 from omnicore import protocol, rpc
@@ -46,6 +44,7 @@ from stage_worker.progress import LoadSource, Progress
 from stage_worker.reading import Reads
 from stage_worker.ready_inputs import Releaser
 from stage_worker.registrar import Registrar
+from stage_worker.stage_connectors import connector_options, publishes
 from stage_worker.stage_service import SessionSet, StageServicer
 from stage_worker.transfer_metrics import TransferMetrics
 from stage_worker.transfer_service import TransferServicer
@@ -120,9 +119,9 @@ class Worker:
             lambda: self.identity.data_owner,
             lambda: self.identity.endpoint,
             self.channels.fetch,
-            pool_bytes=config.pool_bytes if _publishes(pipeline, stage) else 0,
+            pool_bytes=config.pool_bytes if publishes(pipeline, stage) else 0,
             clock=clock,
-            options=_connector_options(pipeline, stage),
+            options=connector_options(pipeline, stage),
         )
         flows = FlowTable(connectors.store.release, clock, open_wait_s=config.flow_open_timeout_s)
         metrics = TransferMetrics(pipeline.name, connectors.usages, lambda: len(flows))
@@ -376,19 +375,3 @@ async def plan_worker(
     """A worker for what ``config`` names, once the control plane knows its plan."""
     pipeline, stage = await fetch_plan(client, config.pipeline, config.stage_id, deadline_s)
     return Worker(config, pipeline, stage, client, security=security)
-
-
-def _connector_options(pipeline: pipeline_pb2.Pipeline, stage: pipeline_pb2.Stage) -> dict[str, dict[str, JsonValue]]:
-    """``extra`` of the connectors on this stage's edges, by kind. A stage that publishes nothing takes no pool."""
-    mine = {edge.connector for edge in pipeline.edges if stage.stage_id in (edge.from_stage, edge.to_stage)}
-    options: dict[str, dict[str, JsonValue]] = {}
-    for connector in pipeline.connectors:
-        if connector.name in mine and connector.kind not in ("", "auto"):
-            options[connector.kind] = json_format.MessageToDict(connector.extra)
-            if not _publishes(pipeline, stage):
-                options[connector.kind].pop("pool_bytes", None)
-    return options
-
-
-def _publishes(pipeline: pipeline_pb2.Pipeline, stage: pipeline_pb2.Stage) -> bool:
-    return any(edge.from_stage == stage.stage_id for edge in pipeline.edges)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from control_plane.deploy.connector_keys import ALIASES, KINDS, MODEL_OPTIONS, OPTIONS
+from control_plane.deploy.connector_tables import ALIASES, KINDS, MODEL_OPTIONS, OPTIONS
 from control_plane.deploy.engine_keys import GROUPS, KV_TRANSFER_KEYS, OMNI_KV_KEYS, PARALLEL_KEYS
 from control_plane.deploy.kinds import Key, ListOf, Map
 from control_plane.deploy.schema import (

@@ -170,7 +170,7 @@ SHM = "connectors: {shm: {name: shm}}"
         (
             chain(2, "connectors: {a: {name: rdma_connector}}", stage_0="output_connectors: {to_stage_1: a}"),
             "connectors.a.name",
-            "unknown connector class 'rdma_connector' (known: auto, shm",
+            "unknown connector class 'rdma_connector'",
         ),
         (
             chain(2, "connectors: {a: {name: SharedMemoryConector}}", stage_0="output_connectors: {to_stage_1: a}"),
@@ -198,6 +198,15 @@ SHM = "connectors: {shm: {name: shm}}"
                 ("mooncake", "host: ''", "host", "empty text"),
                 ("mooncake", "memory_pool_sise: 1", "memory_pool_sise", "did you mean 'memory_pool_size'?"),
                 ("nixl", "backends: []", "backends", "at least 1"),
+                ("mooncake", "protocol: ascend", "protocol", "one of tcp, rdma, nvlink"),
+                ("auto", "among: []", "among", "at least 1"),
+                ("auto", "among: [shn]", "among[0]", "did you mean 'shm'?"),
+                ("auto", "among: [shm, auto]", "among[1]", "cannot be among its own choices"),
+                ("auto", "among: [shm, SharedMemoryConnector]", "among[1]", "'shm' is there twice"),
+                ("auto", "options: {nixl: {}}", "options.nixl", "is not in `among` (nothing)"),
+                ("auto", "among: [nixl], options: {nixl: 1}", "options.nixl", "expected a mapping"),
+                ("auto", "among: [nixl], options: {nixl: {pool_bites: 1}}", "options.nixl.pool_bites", "'pool_bytes'"),
+                ("auto", "pool_bytes: 1", "pool_bytes", "unknown option"),
             )
         ),
         (

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from connectors.options import GrpcOptions, ShmOptions
 from control_plane.deploy import plan_pipeline, reference
-from control_plane.deploy.connector_keys import OPTIONS
+from control_plane.deploy.connector_tables import OPTIONS
 from control_plane.deploy.schema import (
     ALL_STAGE_KEYS,
     EDGE_KEYS,

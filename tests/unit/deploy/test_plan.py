@@ -223,7 +223,7 @@ def test_connectors_get_their_kind_and_only_the_options_they_know() -> None:
     shm = "{name: SharedMemoryConnector, extra: {memory_pool_size: 1024, shm_threshold_bytes: 65536, host: auto, "
     shm += "memory_pool_device: cpu, codec_chunk_frames: 25, codec_streaming: true}}"
     rdma = "{name: MooncakeTransferEngineConnector, extra: {host: auto, zmq_port: 50051, protocol: rdma, "
-    rdma += "device_name: '', memory_pool_size: 4294967296, memory_pool_device: cpu, whatever_this_is: 1}}"
+    rdma += "device_name: '', memory_pool_size: 4294967296, memory_pool_device: cpu}}"
     found = result(
         chain(
             3,
@@ -235,16 +235,58 @@ def test_connectors_get_their_kind_and_only_the_options_they_know() -> None:
     connectors = {connector.name: connector for connector in found.pipeline.connectors}
     assert {name: connector.kind for name, connector in connectors.items()} == {"a": "shm", "b": "mooncake"}
     assert json_format.MessageToDict(connectors["a"].extra) == {"pool_bytes": 1024.0, "shm_threshold_bytes": 65536.0}
-    assert connectors["b"].extra["whatever_this_is"] == 1
-    assert connectors["b"].extra["zmq_port"] == 50051
+    rdma_options = {"pool_bytes": 4294967296.0, "host": "auto", "protocol": "rdma", "device_name": ""}
+    assert json_format.MessageToDict(connectors["b"].extra) == rdma_options
     codec = {"codec_chunk_frames": 25.0, "codec_streaming": True}
     assert [args(stage).get("connector_extra") for stage in found.pipeline.stages] == [codec, codec, None]
     assert [warning.split(" ")[0] for warning in found.warnings] == [
         "connectors.a.extra.host",
-        "connectors.b.extra.whatever_this_is",
+        "connectors.b.extra.zmq_port",
         "connectors.c",
         "connectors.d.name",
     ]
+
+
+def test_auto_says_what_it_may_choose_and_with_which_options() -> None:
+    fast = "{name: auto, extra: {among: [shm, MooncakeTransferEngineConnector], options: {mooncake: {protocol: tcp, "
+    fast += "memory_pool_size: 4096}}}}"
+    pipeline = plan(chain(2, f"connectors: {{fast: {fast}}}", stage_0="output_connectors: {to_stage_1: fast}"))
+    assert json_format.MessageToDict(pipeline.connectors[0].extra) == {
+        "among": ["shm", "mooncake"],
+        "options": {"mooncake": {"protocol": "tcp", "pool_bytes": 4096.0}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "key", "value"),
+    [
+        ("mori", "backend_type: xgmi", "backend", "xgmi"),
+        ("nixl", "transfer_timeout_s: 3", "get_timeout_s", 3.0),
+        ("yuanrong_transfer_engine", "rpc_port: 5000", "port", 5000.0),
+        ("mooncake_store", "protocol: rdma", "proto", "rdma"),
+        ("mooncake", "shm_threshold_bytes: 7", "inline_bytes", 7.0),
+    ],
+)
+def test_other_names_of_options_are_ours(kind: str, given: str, key: str, value: object) -> None:
+    connector = f"{{name: {kind}, extra: {{{given}}}}}"
+    pipeline = plan(chain(2, f"connectors: {{a: {connector}}}", stage_0="output_connectors: {to_stage_1: a}"))
+    assert json_format.MessageToDict(pipeline.connectors[0].extra) == {key: value}
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "said"),
+    [
+        ("mooncake", "cuda", "the pool of 'mooncake' is host memory; between GPUs of one host 'cuda_ipc'"),
+        ("cuda_ipc", "cpu", "the pool of 'cuda_ipc' is device memory; for host memory use 'shm'"),
+        ("cuda_ipc", "cuda", ""),
+        ("mooncake", "cpu", ""),
+    ],
+)
+def test_where_a_pool_is_depends_on_the_kind(kind: str, device: str, said: str) -> None:
+    connector = f"{{name: {kind}, extra: {{memory_pool_device: {device}}}}}"
+    found = result(chain(2, f"connectors: {{a: {connector}}}", stage_0="output_connectors: {to_stage_1: a}"))
+    assert bool(found.warnings) == bool(said)
+    assert said in "".join(found.warnings)
 
 
 def test_a_connector_may_be_described_where_it_is_used() -> None:

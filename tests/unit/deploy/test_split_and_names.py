@@ -45,12 +45,15 @@ def test_halves_that_disagree_are_named(decode: tuple[str, str, str, int], key: 
     ("name", "kind"),
     [
         ("SharedMemoryConnector", "shm"),
-        ("MooncakeConnector", "mooncake-store"),
-        ("MooncakeStoreConnector", "mooncake-store"),
+        ("MooncakeConnector", "mooncake_store"),
+        ("MooncakeStoreConnector", "mooncake_store"),
         ("MooncakeTransferEngineConnector", "mooncake"),
         ("MoriTransferEngineConnector", "mori"),
         ("YuanrongConnector", "yuanrong"),
-        ("YuanrongTransferEngineConnector", "yuanrong-te"),
+        ("YuanrongTransferEngineConnector", "yuanrong_transfer_engine"),
+        ("NixlConnector", "nixl"),
+        ("CudaIpcConnector", "cuda_ipc"),
+        ("yuanrong-te", "yuanrong_transfer_engine"),
     ],
 )
 def test_class_names_of_connectors_become_kinds(name: str, kind: str) -> None:
