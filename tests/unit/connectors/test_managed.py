@@ -15,11 +15,14 @@ from omni.v1 import transfer_pb2, types_pb2
 from omnicore import errors
 
 EDGE = transfer_pb2.EdgeRef(request_id="req1", from_stage=0, to_stage=1)
+MIXER = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: neighbours differ in all bytes
 SHAPES = {"kv": ((3, 5), "bfloat16"), "ids": ((7,), "int64"), "none": ((0, 2), "float32")}
 
 
 @contextlib.asynccontextmanager
-async def running(checksum: bool = False) -> AsyncIterator[ConnectorSet]:
+async def running(
+    checksum: bool = False, pool_bytes: int = 1 << 20, pin_memory: bool = False
+) -> AsyncIterator[ConnectorSet]:
     """Connectors with a megabyte each that end empty."""
     ref = types_pb2.ReplicaRef(stage=types_pb2.StageRef(pipeline="p"), replica_id=1, epoch=5)
 
@@ -34,9 +37,9 @@ async def running(checksum: bool = False) -> AsyncIterator[ConnectorSet]:
         lambda: ref,
         lambda: "",
         fetcher,
-        pool_bytes=1 << 20,
+        pool_bytes=pool_bytes,
         options={
-            "shm": {"put_wait_s": 30, "checksum": checksum},
+            "shm": {"put_wait_s": 30, "checksum": checksum, "pin_memory": pin_memory},
             "grpc": {"put_wait_s": 30, "checksum": checksum, "pool_bytes": 1 << 20},
         },
     )
@@ -153,6 +156,36 @@ async def test_buffers_that_are_dropped_are_given_back_and_counted() -> None:
             pass
         gc.collect()
         assert connectors.leaked == 1
+
+
+@pytest.mark.parametrize("size", [406_528, 440_000_000])
+async def test_kv_caches_of_every_size_arrive_checksummed(size: int) -> None:
+    """K-08: through the producer's pool, without a copy on either side."""
+    async with running(checksum=True, pool_bytes=size + (1 << 20)) as connectors:
+        async with await connectors.allocate("shm", {"kv": ((size // 8,), "uint64")}) as buffer:
+            array = buffer["kv"]
+            for start in range(0, array.size, 1 << 20):
+                part = np.arange(start, min(start + (1 << 20), array.size), dtype=np.uint64)
+                array[start : start + (1 << 20)] = part * np.uint64(MIXER)
+            del array
+            handle = await connectors.put("shm", "k", EDGE, 0, buffer.payload())
+        assert (handle.size_bytes, handle.HasField("crc32")) == (size, True)
+        async with connectors.get(handle) as got:  # compares the checksum
+            kv = got.tensors["kv"]
+            assert int(kv[-1]) == (size // 8 - 1) * MIXER % 2**64
+            del kv, got
+        handle.crc32 ^= 1
+        with pytest.raises(errors.DataLossError):
+            async with connectors.get(handle):
+                pass
+
+
+async def test_pools_are_not_pinned_where_there_is_no_gpu_and_work_all_the_same() -> None:
+    """With one: ``tests/contract/connectors/test_cuda_ipc_on_gpus.py``."""
+    async with running(pin_memory=True) as connectors:
+        handle = await connectors.put("shm", "k", EDGE, 0, Payload({"x": np.arange(20_000)}))
+        async with connectors.get(handle) as got:
+            assert int(got.tensors["x"].sum()) == 199_990_000
 
 
 @pytest.mark.parametrize(
