@@ -284,7 +284,10 @@ class FlowTable:
 
     def consumer_failed(self, edge: transfer_pb2.EdgeRef, subscriber: Subscriber, error: OmniError) -> None:
         """The consumer of a flow cannot read on, because of ``error``."""
-        if (outbox := self._outboxes.get(flow_key(edge))) is not None:
+        key = flow_key(edge)
+        if (pending := self._pending.get(key)) is not None and pending.subscriber is subscriber:
+            del self._pending[key]  # its call has not come here: there is nothing to stop
+        if (outbox := self._outboxes.get(key)) is not None:
             outbox.consumer_failed(subscriber, error)
 
     def drop_subscriber(self, subscriber: Subscriber) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from time import perf_counter
 
-from connectors.handles import edge_key
+from connectors.handles import HandleStore, edge_key
 from connectors.payload import Payload
 from omni.v1 import stage_service_pb2, transfer_pb2
 from omnicore.errors import OmniError
@@ -19,6 +19,9 @@ from stage_worker.engine import EngineOutput
 from stage_worker.flows import Outbox
 from stage_worker.reading import edge_name
 from stage_worker.transfer_metrics import PathSeries
+
+Published = tuple[str, bytes, int]
+"""Key, token and consumer places of data that its consumers release."""
 
 
 class OutputGroup:
@@ -63,10 +66,12 @@ class OutputGroup:
 
     def free(self) -> None:
         """Take back data that nobody was told of."""
-        for handle in self.handles:
-            for _ in range(self._consumers):
-                self._parts.connectors.store.release(handle.key, handle.token)
+        free_published(self._parts.connectors.store, self.published())
         self.handles.clear()
+
+    def published(self) -> list[Published]:
+        """What edges that do not flow have been given."""
+        return [(handle.key, handle.token, self._consumers) for handle in self.handles]
 
     async def _publish(self, payload: Payload) -> None:
         consumers = self._consumers
@@ -115,6 +120,13 @@ class OutputGroup:
         error.args = (error.message,)
         error.metadata = {**error.metadata, "chunk": str(self._sequence), "connector": self._kind}
         return error
+
+
+def free_published(store: HandleStore, published: Iterable[Published]) -> None:
+    """Take back data whose consumers will not come."""
+    for key, token, places in published:
+        for _ in range(places):
+            store.release(key, token)
 
 
 def output_groups(parts: WorkerParts, outputs: Iterable[stage_service_pb2.EdgeOutput]) -> list[OutputGroup]:

@@ -26,7 +26,7 @@ from stage_worker.engine import EngineOutput, EngineRequest, Finish
 from stage_worker.flows import Outbox
 from stage_worker.identity import replica_name
 from stage_worker.links import FlowReader
-from stage_worker.outputs import OutputGroup, output_groups
+from stage_worker.outputs import OutputGroup, Published, output_groups
 from stage_worker.ready_inputs import HandleReader
 
 _log = get_logger(__name__)
@@ -88,6 +88,11 @@ class CallRunner:
         self.outboxes = [outbox for group in self._outputs for outbox in group.outboxes]
         for outbox in self.outboxes:
             outbox.on_consumer_failure = self.abort
+
+    @property
+    def published(self) -> list[Published]:
+        """What its last event told of, for edges that do not flow."""
+        return [item for group in self._outputs for item in group.published()]
 
     def abort(self, error: OmniError) -> None:
         """End now; ``error`` is the last event. Idempotent; an ended call stays as it ended."""

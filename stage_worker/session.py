@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import collections
 from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
 
 from omni.v1 import stage_service_pb2 as pb
 from omni.v1 import types_pb2
@@ -19,6 +20,7 @@ from omnicore.log import get_logger
 from stage_worker.calls import WorkerParts
 from stage_worker.flows import Outbox
 from stage_worker.frames import FrameWriter
+from stage_worker.outputs import Published, free_published
 from stage_worker.progress import LoadSource
 from stage_worker.runner import CallRunner
 
@@ -26,7 +28,14 @@ _log = get_logger(__name__)
 
 LOAD_INTERVAL_S = 0.1
 """Load is sent at most this often: ten times a second."""
-_MOST_LINGERING = 4096  # ended calls that are remembered because consumers still read their flows
+_MOST_LINGERING = 4096  # ended calls that are remembered because their data may be unread
+
+
+class _Left(NamedTuple):
+    """What an ended call has given to others."""
+
+    outboxes: Sequence[Outbox]
+    published: Sequence[Published]
 
 
 class _CallSink:
@@ -64,7 +73,7 @@ class Session:
         self._clock = clock
         self._calls: dict[int, CallRunner] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._lingering: collections.OrderedDict[int, Sequence[Outbox]] = collections.OrderedDict()
+        self._lingering: collections.OrderedDict[int, _Left] = collections.OrderedDict()
         self._last_load: types_pb2.LoadReport | None = None
         self._load_due_s = 0.0
         self._load_timer: asyncio.TimerHandle | None = None
@@ -98,16 +107,18 @@ class Session:
         for call_id in call_ids:
             if (call := self._calls.get(call_id)) is not None:
                 call.abort(RequestCancelledError("aborted by the gateway", reason="ABORTED"))
-            else:
-                for outbox in self._lingering.pop(call_id, ()):
+            elif (left := self._lingering.pop(call_id, None)) is not None:
+                for outbox in left.outboxes:
                     outbox.discard(RequestCancelledError("aborted by the gateway", reason="ABORTED"))
+                # The gateway ended the call before it heard of its data: it has told no consumer of it.
+                free_published(self._parts.connectors.store, left.published)
 
     def call_ended(self, call_id: int) -> None:
         """Forget a call (called by its sink)."""
         call = self._calls.pop(call_id)
-        pending = [outbox for outbox in call.outboxes if not outbox.gone]
-        if pending:
-            self._lingering[call_id] = pending
+        left = _Left([outbox for outbox in call.outboxes if not outbox.gone], call.published)
+        if left.outboxes or left.published:
+            self._lingering[call_id] = left
             if len(self._lingering) > _MOST_LINGERING:
                 self._lingering.popitem(last=False)
         self._maybe_close()

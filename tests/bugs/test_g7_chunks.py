@@ -115,6 +115,8 @@ async def test_no_more_chunks_than_the_window_lie_at_a_slow_consumer(
             await assert_empty([consumer])
             await held(producer.ready["metrics"], 0)
         (event,) = [record.fields for record in caplog.records if record.message == "transfer"]  # type: ignore[attr-defined]
+        (awaited,) = [record.fields for record in caplog.records if record.message == "transfer awaited"]  # type: ignore[attr-defined]
+        assert (awaited["request_id"], awaited["edge"]) == (event["request_id"], "0→1")
         assert (event["edge"], event["keys"], event["most_unacked"]) == ("0→1", tokens, expected)
         assert event["bytes"] == len("".join(slow.chunks))
         assert event["wait_s"] >= 0
