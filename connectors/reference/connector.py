@@ -75,7 +75,7 @@ class CoreConnector(OmniConnectorBase):
         except BaseException:
             self._closed = True
             try:
-                self._loop.run(self._stop(), _END_S)
+                self._loop.run(self._node.close(), _END_S)
             finally:
                 self._loop.release()
             raise
@@ -168,7 +168,7 @@ class CoreConnector(OmniConnectorBase):
             self._closed = True
         self._finalizer.detach()
         try:
-            self._loop.run(self._stop(), _END_S)
+            self._loop.run(self._node.close(), _END_S)
         finally:
             self._loop.release()
 
@@ -223,13 +223,11 @@ class CoreConnector(OmniConnectorBase):
             serves=self.can_put,
             secret=self._secret,
             ttl_s=self.values["buffer_ttl_seconds"],
+            rpc_timeout_s=self.values["query_timeout_s"],
         )
 
     async def _start(self) -> None:
         await self._node.start()
-
-    async def _stop(self) -> None:
-        await self._node.close()
 
     def _payload(self, data: Any) -> Payload:
         """``data`` as it travels. Room of a pool is sent as it is, if it is this connector's; else it is copied."""
@@ -391,7 +389,10 @@ def _forgotten(name: str, loop: LoopThread, node: Node) -> None:
     _log.warning("a connector was forgotten instead of closed", connector=name)
 
     async def close() -> None:
-        await node.close()
+        try:
+            await node.close()
+        finally:
+            loop.release()
 
     loop.start(close())
 

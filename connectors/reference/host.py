@@ -38,13 +38,13 @@ class HostConnector(CoreConnector):
         if not namespace.isidentifier():
             raise errors.InvalidRequestError.field("namespace", f"must be a name, got {namespace!r}")
         directory = Path(self.values["directory"]) if self.values["directory"] else default_directory()
-        self._meeting = Rendezvous(directory, namespace)
-        await super()._start()
+        meeting = self._meeting = Rendezvous(directory, namespace)
 
-    async def _stop(self) -> None:
-        if self._meeting is not None:
-            self._meeting.close()
-        await super()._stop()
+        async def leave() -> None:
+            meeting.close()
+
+        self._node.before_close(leave)
+        await super()._start()
 
     def _told(self, metadata: object, plain_key: str, key: str) -> meta.Told:
         return meta.handle_only(metadata, plain_key, key)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import grpc.aio
 from google.protobuf.message import DecodeError
@@ -31,8 +31,6 @@ from omnicore.log import get_logger
 
 _log = get_logger(__name__)
 
-RPC_TIMEOUT_S = 5.0
-"""Of questions: the reference's. They carry no data."""
 _SWEEP_S = 1.0
 
 
@@ -54,6 +52,8 @@ class NodeOptions:
     serves: bool = True
     secret: bytes = b""
     ttl_s: float = DEFAULT_TTL_S
+    rpc_timeout_s: float = 5.0
+    """Of questions, which carry no data."""
 
 
 class Reading:
@@ -83,6 +83,7 @@ class Node:
         self._making = asyncio.Lock()
         self._open: set[Reading] = set()
         self._sweeper: asyncio.Task[None] | None = None
+        self._closers: list[Callable[[], Awaitable[None]]] = []
         self._closed = False
 
     async def start(self) -> None:
@@ -99,6 +100,10 @@ class Node:
             await self.close()
             raise
         self._sweeper = asyncio.create_task(self._sweep(), name=f"sweep-{self._options.engine_id}")
+
+    def before_close(self, closer: Callable[[], Awaitable[None]]) -> None:
+        """Call ``closer`` once, when this closes, while everything still works."""
+        self._closers.append(closer)
 
     @property
     def port(self) -> int:
@@ -159,7 +164,7 @@ class Node:
         with self._channels.use(endpoint) as channel:
             try:
                 response = await reference_grpc.ReferenceTransferServiceStub(channel).Query(
-                    request, timeout=RPC_TIMEOUT_S
+                    request, timeout=self._options.rpc_timeout_s
                 )
             except grpc.aio.AioRpcError as error:
                 raise errors.from_rpc_error(error) from error
@@ -209,6 +214,8 @@ class Node:
         """Free everything. May be called more than once."""
         async with self._making:
             self._closed = True
+        while self._closers:
+            await self._closers.pop()()
         if self._open:
             _log.warning("buffers that were not released", connector=self._options.engine_id, buffers=len(self._open))
         for reading in list(self._open):
@@ -256,7 +263,7 @@ class Node:
         request = pb.ClaimRequest(owner=handle.owner, key=handle.key, token=handle.token, consumer=consumer)
         with self._channels.use(handle.owner_endpoint) as channel:
             try:
-                await pb_grpc.TransferServiceStub(channel).Claim(request, timeout=RPC_TIMEOUT_S)
+                await pb_grpc.TransferServiceStub(channel).Claim(request, timeout=self._options.rpc_timeout_s)
             except grpc.aio.AioRpcError as error:
                 raise errors.from_rpc_error(error) from error
 
@@ -268,7 +275,7 @@ class Node:
                 self.published().release(handle.key, handle.token, consumer)
                 return
             with self._channels.use(handle.owner_endpoint) as channel:
-                await pb_grpc.TransferServiceStub(channel).Release(request, timeout=RPC_TIMEOUT_S)
+                await pb_grpc.TransferServiceStub(channel).Release(request, timeout=self._options.rpc_timeout_s)
         except (grpc.aio.AioRpcError, errors.OmniError) as error:
             # It costs the owner memory until the data expires; if owner or data are gone, nothing.
             reason = errors.from_exception(error).message

@@ -47,6 +47,7 @@ COMMON: Mapping[str, Option] = {
     "consumers": Option(1, low=1, high=2.0**32 - 1),
     "secret": Option(""),
     "get_timeout_s": Option(30.0),
+    "query_timeout_s": Option(5.0),
     "buffer_ttl_seconds": Option(300.0),
     "put_wait_s": Option(10.0, core="put_wait_s"),
     "checksum": Option(False, core="checksum"),

@@ -18,6 +18,7 @@ import orjson
 from connectors.payload import Payload
 from connectors.reference import metadata as meta
 from connectors.reference.connector import CoreConnector
+from connectors.reference.node import Node
 from connectors.reference.rendezvous import Sender
 from connectors.stores.base import ObjectStore
 from omni.v1 import transfer_pb2
@@ -98,7 +99,6 @@ class StoredConnector(CoreConnector):
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         self._notes: Notes | None = None
         self._core: Mapping[str, Any] = {}
-        self._keeper: asyncio.Task[None] | None = None
         self._note_secret = secrets.token_bytes(32)
         super().__init__(config)
 
@@ -106,17 +106,16 @@ class StoredConnector(CoreConnector):
         await super()._start()
         self._node.secret = self._note_secret
         client = type(self).client
-        self._notes = Notes(await asyncio.to_thread(client, self._core))
-        self._keeper = asyncio.create_task(self._keep(self._notes), name=f"notes-{self.engine_id}")
+        notes = self._notes = Notes(await asyncio.to_thread(client, self._core))
+        keeper = asyncio.create_task(_keep(notes, self._node), name=f"notes-{self.engine_id}")
 
-    async def _stop(self) -> None:
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.wait([self._keeper])
-        if self._notes is not None:
-            await self._notes.keep(())
-            await asyncio.to_thread(self._notes.close)
-        await super()._stop()
+        async def leave() -> None:
+            keeper.cancel()
+            await asyncio.wait([keeper])
+            await notes.keep(())
+            await asyncio.to_thread(notes.close)
+
+        self._node.before_close(leave)
 
     def _told(self, metadata: object, plain_key: str, key: str) -> meta.Told:
         return meta.handle_only(metadata, plain_key, key)
@@ -143,11 +142,13 @@ class StoredConnector(CoreConnector):
                 f"the sender of {key!r} is gone: {error.message}", reason="HANDLE_NOT_FOUND"
             ) from error
 
-    async def _keep(self, notes: Notes) -> None:
-        while True:
-            await asyncio.sleep(_SWEEP_S)
-            try:
-                keys = self._node.published().requests()
-            except errors.NotFoundError:
-                continue
-            await notes.keep(keys)
+
+async def _keep(notes: Notes, node: Node) -> None:
+    """Remove notes about what is no longer published; until cancelled."""
+    while True:
+        await asyncio.sleep(_SWEEP_S)
+        try:
+            keys = node.published().requests()
+        except errors.NotFoundError:
+            continue
+        await notes.keep(keys)

@@ -64,13 +64,15 @@ class Setup:
 
     def make(self, directory: Path, **extra: Any) -> CoreConnector:
         places = {"directory": str(directory)} if self.name in HOST_BOUND else {}
-        made = OmniConnectorFactory.create_connector(ConnectorSpec(self.name, {**self.extra, **places, **extra}))
+        patient = {"get_timeout_s": GUARD_S, "query_timeout_s": GUARD_S}
+        options = {**patient, **self.extra, **places, **extra}
+        made = OmniConnectorFactory.create_connector(ConnectorSpec(self.name, options))
         assert isinstance(made, CoreConnector)
         return made
 
 
 HOST_BOUND = {"SharedMemoryConnector"}
-_NETWORK = {"host": "127.0.0.1", "zmq_port": 0, "memory_pool_size": 8 << 20, "get_timeout_s": GUARD_S}
+_NETWORK = {"host": "127.0.0.1", "zmq_port": 0, "memory_pool_size": 8 << 20}
 SETUPS = [
     Setup("SharedMemoryConnector", {"memory_pool_size": 8 << 20}),
     Setup("GrpcConnector", _NETWORK),
@@ -503,7 +505,7 @@ def test_n_23_without_a_sender_nothing_is_found_and_health_says_why() -> None:
         assert receiver.health()["last_error"]["reason"] == "NO_SENDER"
         receiver.update_sender_info("127.0.0.1", 1)  # nobody listens there
         assert receiver.get("0", "1", "k") is None
-        assert receiver.health()["last_error"]["reason"] == "UNAVAILABLE"
+        assert receiver.health()["last_error"]["reason"] in ("UNAVAILABLE", "DEADLINE_EXCEEDED")
 
 
 def test_n_20_n_29_n_30_m_20_w_09_each_rank_has_its_sender() -> None:
@@ -554,14 +556,25 @@ def test_m_22_m_09_a_taken_port_is_an_error_and_the_first_stays() -> None:
 
 def test_a_sender_that_took_the_port_of_another_is_not_mistaken_for_it() -> None:
     with SETUPS[1].make(Path(), role="receiver") as receiver:
+        metadata, second = successor(receiver)
+        with second:
+            assert second.put(0, 1, "k", data(LARGE, 2))[0]
+            eventually(lambda: reason_of(receiver, metadata) == "WRONG_REPLICA")
+            assert second.health()["handles"] == 1
+
+
+def successor(receiver: CoreConnector) -> tuple[dict[str, Any] | None, CoreConnector]:
+    """What a sender said that is gone, and one that has its port now; once more if somebody else was faster."""
+    end = time.monotonic() + GUARD_S
+    while True:
         with SETUPS[1].make(Path(), role="sender") as first:
             port = first.get_connection_info()["zmq_port"]
             metadata = first.put(0, 1, "k", data(LARGE))[2]
         assert receiver.get(0, 1, "k", metadata) is None, "nobody is there"
-        with SETUPS[1].make(Path(), role="sender", zmq_port=port) as second:
-            assert second.put(0, 1, "k", data(LARGE, 2))[0]
-            eventually(lambda: reason_of(receiver, metadata) == "WRONG_REPLICA")
-            assert second.health()["handles"] == 1
+        try:
+            return metadata, SETUPS[1].make(Path(), role="sender", zmq_port=port)
+        except errors.UnavailableError:
+            assert time.monotonic() < end
 
 
 def reason_of(receiver: CoreConnector, metadata: dict[str, Any] | None) -> str:
