@@ -1,6 +1,6 @@
 """What it costs to hand a tensor from one process to another: every connector, beside the least that it could cost.
 
-    python -m bench.transfer [--peer-python PATH] [--sizes 4KiB,64MB] [--only shm,memcpy] [--rounds 5] [--out FOLDER]
+    python -m bench.transfer [--peer-python PATH] [--sizes 4KiB,64MB] [--only shm,memcpy] [--rounds 4] [--out FOLDER]
 
 Producer and consumer of each path are two processes, which stay for the whole run (``bench.transfer_wire`` says what is
 timed: one way, from before ``put`` until the consumer has views of the bytes, and until it has read all of them; every
@@ -44,7 +44,7 @@ from bench.transfer_report import Cell, Figures
 from bench.transfer_services import Services
 
 SIZES = ("4KiB", "64KiB", "1MiB", "16MiB", "64MB", "440MB")
-ROUNDS = 5
+ROUNDS = 4
 QUICK_SIZES = ("4KiB", "1MiB", "16MiB")
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _BUDGET_S = 0.2

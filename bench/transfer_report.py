@@ -192,7 +192,7 @@ def plot(present: Sequence[Contender], labels: Sequence[str], figures: Figures, 
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(15, 7.2), layout="constrained")
-    ours = iter(plt.get_cmap("tab10").colors)  # type: ignore[attr-defined]
+    ours = iter(plt.get_cmap("tab20").colors)  # type: ignore[attr-defined]
     others = {family: iter(colors) for family, colors in _COLORS.items()}
     for contender in present:
         cells = [figures[contender.key, label] for label in labels if (contender.key, label) in figures]
