@@ -182,16 +182,19 @@ class MooncakeEngine:
         return engine.name
 
     def _enter(self, session: str, name: str) -> _Native:
+        unused: _Native | None = None
         with self._lock:
             self._check_open()
             native = self._reading
             if native is not None and not native.usable(session, name):
-                self._set_aside(native)
+                unused = native if self._set_aside(native) else None
                 native = None
             if native is None:
                 native = self._reading = self._make()
             native.users += 1
-            return native
+        if unused is not None:
+            self._destroy(unused)
+        return native
 
     def _leave(self, native: _Native) -> None:
         with self._lock:

@@ -159,7 +159,11 @@ async def hanging(ends: Pair, handle: transfer_pb2.TransferHandle) -> asyncio.Fu
     """A read that has reached the engine, which hangs."""
     while True:
         reading = asyncio.ensure_future(ends.read(handle))
-        await wait_until(lambda task=reading: bool(ends.engine.calls) or task.done(), what="the read to begin or end")
+
+        def over(reading: asyncio.Future[Any] = reading) -> bool:
+            return bool(ends.engine.calls) or reading.done()
+
+        await wait_until(over, what="the read to begin or to be given up")
         if ends.engine.calls:
             return reading
         assert isinstance(reading.exception(), errors.UnavailableError)  # a slow machine: its time was up before
