@@ -1,17 +1,30 @@
-"""Which connectors a stage's worker has, and with which options: what its plan says. Pure."""
+"""Which connectors a stage's worker has, and with which options: what its plan says. Pure.
+
+Options may name environment variables of the worker (``host: ${POD_IP}``): they differ by host, and the plan does not.
+"""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Final
 
 from google.protobuf import json_format
 
 from connectors.connector_set import AUTO
 from connectors.payload import JsonValue
 from omni.v1 import pipeline_pb2
+from omnicore.errors import InvalidRequestError
+
+_VARIABLE: Final = re.compile(r"\$\{(\w+)\}")
 
 
-def connector_options(pipeline: pipeline_pb2.Pipeline, stage: pipeline_pb2.Stage) -> dict[str, dict[str, JsonValue]]:
+def connector_options(
+    pipeline: pipeline_pb2.Pipeline, stage: pipeline_pb2.Stage, environ: Mapping[str, str]
+) -> dict[str, dict[str, JsonValue]]:
     """``extra`` of the connectors on this stage's edges, by kind; of "auto", that of every kind that it may choose. A
-    stage that publishes nothing takes no pool."""
+    stage that publishes nothing takes no pool. Raises ``InvalidRequestError`` (UNSET_VARIABLE) for an option
+    that names a variable which ``environ`` does not have."""
     mine = {edge.connector for edge in pipeline.edges if stage.stage_id in (edge.from_stage, edge.to_stage)}
     options: dict[str, dict[str, JsonValue]] = {}
     choices: dict[str, dict[str, JsonValue]] = {}
@@ -28,7 +41,24 @@ def connector_options(pipeline: pipeline_pb2.Pipeline, stage: pipeline_pb2.Stage
     if not publishes(pipeline, stage):
         for extra in options.values():
             extra.pop("pool_bytes", None)
-    return options
+    return {
+        kind: {name: _expanded(f"connectors.{kind}.extra.{name}", value, environ) for name, value in extra.items()}
+        for kind, extra in options.items()
+    }
+
+
+def _expanded(field: str, value: JsonValue, environ: Mapping[str, str]) -> JsonValue:
+    if not isinstance(value, str):
+        return value
+
+    def variable(match: re.Match[str]) -> str:
+        if (found := environ.get(match[1])) is None:
+            raise InvalidRequestError.field(
+                field, f"{value!r} names the environment variable {match[1]}, which is not set", reason="UNSET_VARIABLE"
+            )
+        return found
+
+    return _VARIABLE.sub(variable, value)
 
 
 def publishes(pipeline: pipeline_pb2.Pipeline, stage: pipeline_pb2.Stage) -> bool:

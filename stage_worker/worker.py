@@ -13,6 +13,7 @@ Whatever happens, the claim is given back and everything that was opened is clos
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine
 
 import grpc.aio
@@ -121,7 +122,7 @@ class Worker:
             self.channels.fetch,
             pool_bytes=config.pool_bytes if publishes(pipeline, stage) else 0,
             clock=clock,
-            options=connector_options(pipeline, stage),
+            options=connector_options(pipeline, stage, os.environ),
         )
         flows = FlowTable(connectors.store.release, clock, open_wait_s=config.flow_open_timeout_s)
         metrics = TransferMetrics(pipeline.name, connectors.usages, lambda: len(flows))
