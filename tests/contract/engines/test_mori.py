@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import socket
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -217,6 +219,13 @@ def test_a_description_that_does_not_fit_into_a_handle() -> None:
     assert caught.value.reason == "DESCRIPTOR_TOO_LONG"
 
 
-def test_without_the_library_there_is_no_engine() -> None:
-    with pytest.raises(ImportError, match="mori"):
+def test_a_library_that_cannot_be_loaded_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wheel installs where ROCm is not; its native part then fails with another error than a missing module's."""
+    (tmp_path / "mori").mkdir()
+    (tmp_path / "mori" / "__init__.py").touch()
+    (tmp_path / "mori" / "io.py").write_text("raise OSError('libpci.so.3: cannot open shared object file')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ImportError, match=r"libpci\.so\.3") as caught:
         MoriEngine(host="127.0.0.1")
+    assert caught.value.name == "mori"
+    del sys.modules["mori"]

@@ -33,7 +33,8 @@ def context() -> ConnectorContext:
 
 
 async def test_built_in_connectors(context: ConnectorContext) -> None:
-    assert {"grpc", "shm"} <= {*list_connectors()}
+    ours = {"cuda_ipc", "grpc", "mooncake", "mooncake_store", "mori", "nixl", "shm", "yuanrong"}
+    assert {*ours, "yuanrong_transfer_engine"} <= {*list_connectors()}
     shm, fetch = create_connector("shm", context), create_connector("grpc", context)
     assert isinstance(shm, ShmConnector)
     assert isinstance(fetch, GrpcConnector)
@@ -101,6 +102,28 @@ def test_a_missing_library_is_an_error_that_names_it(
         create_connector("lacking", context)
     assert (caught.value.reason, caught.value.metadata["library"]) == ("LIBRARY_MISSING", "no_such_library")
     sys.modules.pop(f"lacking{late}", None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "modules", "extra"),
+    [
+        ("nixl", ("nixl", "nixl._bindings"), "nixl"),
+        ("mori", ("mori", "mori.io"), "mori"),
+        ("yuanrong_transfer_engine", ("yr", "yr.datasystem"), "yuanrong-transfer-engine"),
+    ],
+)
+def test_engines_without_their_library_are_errors_that_name_the_extra(
+    kind: str, modules: tuple[str, ...], extra: str, context: ConnectorContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(errors.FailedPreconditionError) as caught:
+        create_connector(kind, context)
+    assert caught.value.reason == "LIBRARY_MISSING"
+    assert caught.value.metadata["library"] in modules
+    assert f"pip install 'omniplane[{extra}]' brings it" in caught.value.message
+    with pytest.raises(errors.InvalidRequestError, match=f"connectors.{kind}.extra.pol_bytes: .*'pool_bytes'"):
+        create_connector(kind, context, {"pol_bytes": 1})
 
 
 def test_a_name_defined_twice_is_an_error(installed: Installed, context: ConnectorContext) -> None:
