@@ -46,6 +46,8 @@ _OPTIONS: dict[str, dict[str, JsonValue]] = {
     # Half of the small payloads travel in their handles, half through the connector.
     "shm": {"shm_threshold_bytes": 4096, "put_wait_s": 60},
     "grpc": {"inline_bytes": 4096, "put_wait_s": 60},
+    "mooncake": {"inline_bytes": 4096, "put_wait_s": 60, "host": "127.0.0.1"},
+    "nixl": {"inline_bytes": 4096, "put_wait_s": 60},
 }
 
 
@@ -122,7 +124,9 @@ class Soak:
     async def _start(self, row: int) -> None:
         plan = self.plan
         self.counters.add(row, "incarnation")
-        options = _OPTIONS.get(plan.connector, {"pool_bytes": plan.pool_bytes, "put_wait_s": 60})
+        options = dict(_OPTIONS[plan.connector])
+        if plan.connector not in ("shm", "grpc"):  # consumers receive into as much as the producer publishes into
+            options |= {"pool_bytes": plan.pool_bytes, "receive_pool_bytes": plan.pool_bytes}
         settings = Settings(
             row=row,
             consumers=plan.consumers,
@@ -281,7 +285,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = harness.parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--small", type=int, default=Plan.small, help="small transfers to verify")
     parser.add_argument("--large", default="2000x64MiB", help="large ones, as COUNTxSIZE")
-    parser.add_argument("--connector", default=Plan.connector, help="kind of connector")
+    parser.add_argument("--connector", default=Plan.connector, choices=sorted(_OPTIONS), help="kind of connector")
     parser.add_argument("--consumers", type=int, default=Plan.consumers)
     parser.add_argument("--kills", type=int, default=Plan.kills, help="SIGKILLs, over all processes in turn")
     parser.add_argument("--out", default="", help="folder for results; default bench/results")
