@@ -22,6 +22,7 @@ from connectors.options import OneSidedOptions
 from connectors.payload import Payload
 from omni.v1 import transfer_pb2, types_pb2
 from omnicore import errors
+from omnicore.clock import SYSTEM_CLOCK, Clock
 from tests.doubles.transfer_engine import MemoryEngine
 from tests.support.processes import wait_until
 
@@ -34,10 +35,17 @@ POOL = 4 * MIB
 class Pair:
     """A producer and a consumer."""
 
-    def __init__(self, *, ordered: bool = True, takes_unregistered: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        ordered: bool = True,
+        takes_unregistered: bool = False,
+        clock: Clock = SYSTEM_CLOCK,
+        **options: Any,
+    ) -> None:
         self.owner = MemoryEngine(ordered=ordered)
         self.engine = MemoryEngine(ordered=ordered, takes_unregistered=takes_unregistered)
-        self.store = HandleStore(lambda: REF, lambda: "h:1")
+        self.store = HandleStore(lambda: REF, lambda: "h:1", clock=clock)
         chosen = OneSidedOptions(**{"inline_bytes": 0, "receive_pool_bytes": POOL, **options})
         self.producer = OneSidedConnector("test", self.store, self.owner, chosen, pool_bytes=POOL)
         self.consumer = OneSidedConnector(
