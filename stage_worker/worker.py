@@ -31,7 +31,7 @@ from omnicore.errors import InternalError, OmniError, UnavailableError
 from omnicore.log import get_logger
 from omnicore.metrics_http import MetricsServer
 from omnicore.security import Security
-from stage_worker import address
+from stage_worker import address, environment
 from stage_worker.calls import CallTable, WorkerParts
 from stage_worker.config import StageWorkerConfig
 from stage_worker.control_plane_client import ControlPlaneClient, fetch_plan
@@ -373,6 +373,8 @@ class Worker:
 async def plan_worker(
     config: StageWorkerConfig, client: ControlPlaneClient, deadline_s: float, security: Security | None = None
 ) -> Worker:
-    """A worker for what ``config`` names, once the control plane knows its plan."""
+    """A worker for what ``config`` names, once the control plane knows its plan. Sets the stage's variables in this
+    process."""
     pipeline, stage = await fetch_plan(client, config.pipeline, config.stage_id, deadline_s)
+    environment.apply(stage, os.environ)
     return Worker(config, pipeline, stage, client, security=security)

@@ -16,7 +16,6 @@ before) and ``close`` (1 to 3 s, 9 s without a master).
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 import threading
@@ -27,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from connectors.engines import mooncake_environment
 from connectors.engines.base import TransferFailedError
 from connectors.options import MooncakeStoreOptions
 from connectors.stores.buffers import BufferPool
@@ -50,15 +50,6 @@ _END_S = 35.0  # a call to a master that has stopped takes 30 s
 _READ_ATTEMPTS = 2
 _PORTS = {"http": 80, "https": 443, "etcd": 2379, "redis": 6379}
 _NOBODY = "omni:health"  # a key that is never put
-
-# A transfer that stalls is ended by the transport itself, and before the library gives up waiting for it: otherwise it
-# goes on writing into memory that is long used for something else. Read once per process.
-_ENVIRONMENT = {
-    "MC_LOG_LEVEL": "ERROR",
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
-    "MC_TCP_STATUS_TIMEOUT_SEC": "5",
-    "MC_TRANSFER_TIMEOUT": "60",
-}
 
 
 class _Memory:
@@ -91,10 +82,9 @@ class MooncakeStore:
     """See ``connectors.stores.base.ObjectStore``."""
 
     def __init__(self, options: MooncakeStoreOptions) -> None:
-        """Raises ``ImportError`` without the library and ``InvalidRequestError`` for a master or a metadata server that
-        is no address."""
-        for name, value in _ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        """Raises ``ImportError`` without the library, ``InvalidRequestError`` for a master or a metadata server that is
+        no address, and ``FailedPreconditionError`` for another protocol than this process has Mooncake use already."""
+        mooncake_environment.prepare(options.proto)  # one library: the transfer engine of this process reads the same
         from mooncake import store as library
 
         self.address = options.master

@@ -191,7 +191,7 @@ _EXECUTION: Final[dict[str, Key]] = {
     "additional_config": Key(FreeMap(), "options of a platform plugin"),
     "disable_log_stats": Key(Bool(), "no statistics"),
     "enable_log_requests": Key(Bool(), "log requests"),
-    "env": Key(Environment(), "variables of the engine's process"),
+    "env": Key(Environment(), "variables of the worker's process: for its engine and the libraries of its connectors"),
 }
 
 _DIFFUSION: Final[dict[str, Key]] = {
