@@ -29,6 +29,7 @@ from connectors.payload import Payload
 from connectors.space import HeapSpace, Space
 from connectors.targets import Into, whole
 from connectors.torch_tensors import DeviceTensor, as_torch, is_torch, load_torch
+from connectors.waiting import to_the_end
 from omni.v1 import transfer_pb2, types_pb2
 from omnicore import errors
 
@@ -293,7 +294,7 @@ async def settled(event: Event) -> None:
             if elapsed_s > _SPIN_S:
                 await asyncio.sleep(0)
     except asyncio.CancelledError:
-        event.wait()
+        await _in_thread(event.wait)
         raise
     await _in_thread(event.wait)
 
@@ -314,14 +315,7 @@ async def _brought(slot: DeviceSlot) -> AsyncIterator[memoryview]:
 
 async def _in_thread(work: Callable[..., T], *arguments: Any) -> T:
     """``work`` in a thread; who is cancelled meanwhile leaves when it has finished, since it uses device memory."""
-    future = asyncio.get_running_loop().run_in_executor(None, work, *arguments)
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        while not future.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([future])
-        raise
+    return await to_the_end(asyncio.get_running_loop().run_in_executor(None, work, *arguments))
 
 
 def _devices(encoded: codec.Encoded) -> set[int]:

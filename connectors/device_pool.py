@@ -85,10 +85,11 @@ class DevicePool:
         self._lock = threading.Lock()
         self._closed = False
         self._held = 0
-        self._headers = MemfdPool(MAX_SLOTS * HEADER.size, alignment=HEADER.size)
-        try:
+        with contextlib.ExitStack() as undo:
+            self._headers = MemfdPool(MAX_SLOTS * HEADER.size, alignment=HEADER.size)
+            undo.callback(self._headers.close)
             self._address = cuda.allocate(device, size_bytes)
-            self.memory = FlatMemory(cuda.bytes_at(device, self._address, size_bytes))
+            undo.callback(cuda.free, device, self._address)
             self.location = transfer_pb2.CudaIpcBackend(
                 boot_id=boot_id(),
                 pid=os.getpid(),
@@ -97,9 +98,8 @@ class DevicePool:
                 memory_handle=cuda.export(device, self._address),
                 pool_bytes=size_bytes,
             )
-        except BaseException:
-            self._headers.close()
-            raise
+            self.memory = FlatMemory(cuda.bytes_at(device, self._address, size_bytes))
+            undo.pop_all()
         _local[self.location.memory_handle] = self
         _log.info("device pool ready", device=self.location.device_uuid, pool_bytes=size_bytes)
 

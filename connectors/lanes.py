@@ -52,7 +52,7 @@ class Lane:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
-        self._work.put(run)
+            self._work.put(run)  # with the lock: behind the mark that `end` leaves, nobody would come to it
         return future
 
     def end(self) -> None:
@@ -61,7 +61,7 @@ class Lane:
             if self._ended:
                 return
             self._ended = True
-        self._work.put(None)
+            self._work.put(None)
 
     def _run(self) -> None:
         while (act := self._work.get()) is not None:

@@ -7,6 +7,7 @@ import asyncio
 import base64
 import contextlib
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -309,6 +310,38 @@ async def test_settling_does_not_hold_up_the_loop() -> None:
         turns += 1
     assert slow.waited
     assert turns > 1
+
+
+async def test_who_is_cancelled_waits_for_the_device_but_the_loop_does_not() -> None:
+    class Stuck:
+        ends = threading.Event()
+
+        def done(self) -> bool:
+            return False
+
+        def wait(self) -> None:
+            assert self.ends.wait(60)
+
+    waiting = asyncio.ensure_future(settled(Stuck()))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    for _ in range(3):  # were the loop held up, nobody would come to end it
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    Stuck.ends.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+def test_a_pool_that_cannot_be_exported_is_given_back() -> None:
+    class NotExported(CudaDouble):
+        def export(self, device: int, address: int) -> bytes:
+            raise errors.InternalError("cuIpcGetMemHandle failed", reason="CUDA")
+
+    cuda = NotExported()
+    with pytest.raises(errors.InternalError):
+        CudaIpcConnector(HandleStore(lambda: REF, lambda: ""), pool_bytes=1 << 20, cuda=cuda)
+    assert cuda.allocated == 0
 
 
 @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="this machine has a GPU")
