@@ -205,7 +205,7 @@ class ObjectStoreConnector:
             if writing is not None and not writing.done():
                 # The thread goes on; what it puts has no handle.
                 writing.add_done_callback(lambda _: free())
-            elif isinstance(error, errors.ResourceExhaustedError | errors.AlreadyExistsError):
+            elif writing is None or isinstance(error, errors.ResourceExhaustedError | errors.AlreadyExistsError):
                 give_back()
             else:
                 free()  # perhaps it is there: the outcome of a call that failed is not known
@@ -261,7 +261,7 @@ class ObjectStoreConnector:
             with times.phase("read"):
                 found = await self._done(opening, handle.key)
         except BaseException:
-            opening.add_done_callback(_close_unwanted)
+            opening.add_done_callback(self._let_go_unwanted)
             raise
         try:
             mark_at = codec.aligned(handle.size_bytes)
@@ -273,15 +273,29 @@ class ObjectStoreConnector:
                 )
             yield found.data[: handle.size_bytes]
         finally:
-            found.close()
+            self._let_go(found)
 
     # --- calls, and how the store is --------------------------------------------------------------------------------
 
     def _call(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        self._check_open()  # again: who has waited for room may come here late
         call = asyncio.get_running_loop().run_in_executor(self._threads, work)
         self._calls.add(call)  # type: ignore[arg-type]
         call.add_done_callback(self._note)
         return call
+
+    def _let_go(self, found: OpenObject) -> None:
+        """Close what was read, in a thread: memory that is not kept may have to be taken back from the library."""
+        if self._closed:
+            found.close()
+            return
+        closing: asyncio.Future[object] = asyncio.get_running_loop().run_in_executor(self._threads, found.close)
+        self._calls.add(closing)
+        closing.add_done_callback(self._calls.discard)
+
+    def _let_go_unwanted(self, opening: asyncio.Future[OpenObject]) -> None:
+        if not opening.cancelled() and opening.exception() is None:
+            self._let_go(opening.result())
 
     def _note(self, call: asyncio.Future[T]) -> None:
         self._calls.discard(call)
@@ -327,8 +341,3 @@ class ObjectStoreConnector:
     def _check_open(self) -> None:
         if self._closed:
             raise errors.UnavailableError(f"connector {self.kind!r} is closed", reason="CONNECTOR_CLOSED")
-
-
-def _close_unwanted(opening: asyncio.Future[OpenObject]) -> None:
-    if not opening.cancelled() and opening.exception() is None:
-        opening.result().close()

@@ -129,7 +129,7 @@ async def test_objects_are_put_read_and_removed(worker: Worker, objects: MemoryS
     handle = await worker.put()
     assert (handle.store.connector, handle.store.address, len(objects.objects)) == ("test", "store:1", 1)
     assert await worker.read(handle) == PAYLOAD.tensors["x"].tobytes()
-    assert objects.opened[0].closed
+    await wait_until(lambda: objects.opened[0].closed, what="what was read to be let go")
     assert worker.store.release("k", handle.token)
     await wait_until(lambda: not objects.objects and worker.free, what="the removal")
     with pytest.raises(errors.NotFoundError):
@@ -153,7 +153,7 @@ async def test_an_object_that_was_replaced_is_an_error(worker: Worker, objects: 
     with pytest.raises(errors.DataLossError) as caught:
         await worker.read(handle)
     assert caught.value.reason == "OTHER_OBJECT"
-    assert objects.opened[-1].closed
+    await wait_until(lambda: objects.opened[-1].closed, what="what was read to be let go")
     handle.store.object_key = other.store.object_key
     with pytest.raises(errors.NotFoundError):
         await worker.read(handle)
@@ -219,6 +219,33 @@ async def test_store_that_hangs_holds_nobody_up(worker: Worker, objects: MemoryS
     await wait_until(lambda: impatient.connector.offer().healthy, what="health")
     assert await worker.read(handle)
     await impatient.connector.close()
+
+
+async def test_letting_go_of_what_was_read_holds_nobody_up(
+    worker: Worker, objects: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proceed = threading.Event()
+
+    def close(held: _Held) -> None:
+        held.closed = proceed.wait(60)
+
+    monkeypatch.setattr(_Held, "close", close)
+    assert await worker.read(await worker.put()) == PAYLOAD.tensors["x"].tobytes()
+    assert not objects.opened[0].closed, "the loop has not waited for it"
+    proceed.set()
+    await wait_until(lambda: objects.opened[0].closed, what="what was read to be let go")
+
+
+async def test_a_put_that_waits_while_the_connector_closes_is_refused(objects: MemoryStore) -> None:
+    worker = Worker(objects)
+    objects.put_errors = [errors.ResourceExhaustedError("full", reason="STORE_FULL")] * 1000
+    putting = asyncio.ensure_future(worker.put())
+    await wait_until(lambda: len(objects.put_errors) < 999, what="attempts")
+    await worker.connector.close()
+    with pytest.raises(errors.OmniError) as caught:
+        await putting
+    assert caught.value.reason == "CONNECTOR_CLOSED"
+    assert worker.free
 
 
 async def test_health_follows_the_store(objects: MemoryStore) -> None:
