@@ -55,7 +55,9 @@ def prepare(protocol: str) -> float:
                 reason="PROTOCOL_FIXED",
                 metadata={"protocol": protocol, "in_use": _prepared[0]},
             )
-        early = not _prepared and any(name.split(".")[0] == "mooncake" for name in sys.modules)
+        early = not _prepared and any(
+            name.split(".")[0] == "mooncake" and found for name, found in list(sys.modules.items())
+        )
         wanted = {**_LEVEL, **(_TCP if protocol == "tcp" else _NVLINK if protocol == "nvlink" else {})}
         if early and any(name not in os.environ for name in wanted if name not in _LEVEL):
             raise errors.FailedPreconditionError(
