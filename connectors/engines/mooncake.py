@@ -21,6 +21,7 @@ Its two ports listen on all interfaces, and whoever reaches them can read and wr
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 import secrets
@@ -29,9 +30,10 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
-from connectors.engines import mooncake_environment
+from connectors.engines import hosts, mooncake_environment
 from connectors.engines.base import LocalRegion, Piece, RemoteRegion, TransferFailedError
 from connectors.engines.closing import Closing
 from connectors.engines.descriptor import Descriptor, unseal
@@ -94,9 +96,12 @@ class MooncakeEngine:
         with self._lock:
             self._check_open()
             assert self._serving is not None
-            self._serving.register(region)
-            if self._reading is not None:
-                self._reading.register(region)
+            with contextlib.ExitStack() as undo:  # peers must not read what its owner believes not registered
+                self._serving.register(region)
+                undo.callback(self.closing.attempt, "unregister memory", partial(self._serving.unregister, region))
+                if self._reading is not None:
+                    self._reading.register(region)
+                undo.pop_all()
             self._regions[address] = region
         return region
 
@@ -339,12 +344,7 @@ def _own_host(host: str) -> str:
     """What peers should connect to. Raises ``InvalidRequestError``."""
     field = "connectors.mooncake.extra.host"
     if host == "auto":
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect(("192.0.2.1", 9))  # an address for documentation; nothing is sent
-            except OSError:
-                return "127.0.0.1"  # there is no way out of this host
-            return str(probe.getsockname()[0])
+        return hosts.own_ipv4(host, field)
     if _SESSION.fullmatch(f"{host}:1") is None:
         raise errors.InvalidRequestError.field(field, f"must be a name or an IPv4 address without port, got {host!r}")
     if host == "0.0.0.0":

@@ -17,6 +17,7 @@ Nothing of this has run on the hardware that Mori needs; tests have a double of 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -101,8 +102,11 @@ class MoriEngine:
                 raise errors.FailedPreconditionError(
                     f"{size_bytes} bytes at {address:#x} are registered already", reason="REGISTRATION_REFUSED"
                 )
-            memory = self._serving.register(address, size_bytes, device)
-            self._reading.call(lambda reader: reader.register(address, size_bytes, device))
+            with contextlib.ExitStack() as undo:  # peers must not read what its owner believes not registered
+                memory = self._serving.register(address, size_bytes, device)
+                undo.callback(self._serving.unregister, address)
+                self._reading.call(lambda reader: reader.register(address, size_bytes, device))
+                undo.pop_all()
             self._regions[address, size_bytes] = device
         return LocalRegion(address, size_bytes, self._describe(pack_region(address, size_bytes, memory.pack())))
 

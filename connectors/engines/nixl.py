@@ -21,6 +21,7 @@ trailers find that out. Between 1.5's wheels and the exit of a process see ``ski
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -86,8 +87,13 @@ class NixlEngine:
                 raise errors.FailedPreconditionError(
                     f"{size_bytes} bytes at {address:#x} are registered already", reason="REGISTRATION_REFUSED"
                 )
-            metadata = self._serving.register(region)
-            self._reading.call(lambda reader: reader.agent.register(region))
+            with contextlib.ExitStack() as undo:  # peers must not read what its owner believes not registered
+                metadata = self._serving.register(region)
+                undo.callback(
+                    self.closing.attempt, "deregister memory", functools.partial(self._serving.deregister, region)
+                )
+                self._reading.call(lambda reader: reader.agent.register(region))
+                undo.pop_all()
             self._regions[address, size_bytes] = region
         content = device.encode() + b"\n" + metadata
         return LocalRegion(address, size_bytes, self._describe(pack_region(address, size_bytes, content)))

@@ -15,6 +15,7 @@ one in all that works without an NPU.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
@@ -75,8 +76,13 @@ class YuanrongTransferEngine:
         with self._lock:
             if self._serving is None:
                 raise errors.UnavailableError("the engine is closed", reason="CONNECTOR_CLOSED")
-            self._serving.register(region)
-            self._reading.call(lambda reader: reader.register(region))
+            with contextlib.ExitStack() as undo:  # peers must not read what its owner believes not registered
+                self._serving.register(region)
+                undo.callback(
+                    self.closing.attempt, "unregister memory", functools.partial(self._serving.unregister, region)
+                )
+                self._reading.call(lambda reader: reader.register(region))
+                undo.pop_all()
             self._regions[address, size_bytes] = region
         return region
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 
@@ -184,3 +185,24 @@ def test_closing_gives_everything_back_once(library: Any, ends: tuple[Reader, Re
     done = [call for call, _ in library.calls]
     assert done.count("finalize") == 2, "the half that reads and the half that serves"
     assert done.count("unregister_memory") == 1, "a half that ends takes its registrations with it"
+
+
+def test_memory_that_one_half_refuses_is_not_left_with_the_other(
+    library: Any, ends: tuple[Reader, Reader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, reader = ends
+    read(owner, reader)  # now there is a half that reads
+    more, register = np.zeros(SIZE, np.uint8), library.TransferEngine.register_memory
+    asked: list[object] = []
+
+    def second_refused(half: Any, address: int, size_bytes: int) -> Any:
+        asked.append(half)
+        return register(half, address, 0 if len(asked) == 2 else size_bytes)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(library.TransferEngine, "register_memory", second_refused)
+        with pytest.raises(errors.FailedPreconditionError):
+            reader.engine.register(more.ctypes.data, SIZE, "cpu")
+    assert len(asked) == 2
+    assert ("unregister_memory", more.ctypes.data) in library.calls
+    reader.engine.unregister(reader.engine.register(more.ctypes.data, SIZE, "cpu"))
