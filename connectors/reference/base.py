@@ -101,6 +101,12 @@ def stage_name(stage: Stage, field: str = "stage") -> str:
     return str(stage)
 
 
+def stage_number(stage: Stage) -> int:
+    """A stage's id as a number; 0 for a name. Raises as ``stage_name``."""
+    name = stage_name(stage)
+    return int(name) if name.isdecimal() and len(name) < 10 else 0
+
+
 def edge_key(key: str, from_stage: Stage, to_stage: Stage) -> str:
     """``KEY@FROM_TO``, the reference's form."""
     return f"{key}{_KEY_SEPARATOR}{stage_name(from_stage, 'from_stage')}_{stage_name(to_stage, 'to_stage')}"

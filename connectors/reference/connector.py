@@ -15,7 +15,7 @@ from connectors import managed
 from connectors.payload import JsonValue, Payload
 from connectors.reference import metadata as meta
 from connectors.reference import values
-from connectors.reference.base import Metadata, OmniConnectorBase, Stage, belongs_to, edge_key, stage_name
+from connectors.reference.base import Metadata, OmniConnectorBase, Stage, belongs_to, edge_key, stage_number
 from connectors.reference.counters import Counters
 from connectors.reference.loop import LoopThread
 from connectors.reference.node import Node, NodeOptions, Reading
@@ -34,6 +34,7 @@ _START_S = 120.0
 _COPY_S = 60.0
 """Of a put beyond its wait for room: tens of GiB."""
 _END_S = 30.0
+_MAX_RETRIES = 1024
 _MISSES = frozenset({"HANDLE_NOT_FOUND", "HANDLE_EXPIRED", "NO_CONSUMER_PLACE_LEFT"})
 """Reasons that mean: not there, or not any more. They are no faults."""
 
@@ -100,7 +101,8 @@ class CoreConnector(OmniConnectorBase):
                 )
             key = self._checked_key(put_key, from_stage, to_stage)
             payload = self._payload(data)
-            edge = transfer_pb2.EdgeRef(request_id=key, from_stage=_number(from_stage), to_stage=_number(to_stage))
+            ends = {"from_stage": stage_number(from_stage), "to_stage": stage_number(to_stage)}
+            edge = transfer_pb2.EdgeRef(request_id=key, **ends)
             places = self.values["consumers"] if consumers is None else consumers
             handle = self._loop.run(self._publish(key, edge, payload, places), self.values["put_wait_s"] + _COPY_S)
         except errors.OmniError as error:
@@ -321,6 +323,11 @@ class CoreConnector(OmniConnectorBase):
 
     def _buffer(self, reading: Reading) -> ManagedBuffer:
         loop, node = self._loop, self._node
+        try:
+            array = values.raw_of(reading.payload)
+        except errors.OmniError:
+            loop.run(node.finish(reading), _END_S)  # nobody will have a buffer to release
+            raise
 
         def release(wait: bool) -> None:
             if wait and not loop.inside and not self._closed:
@@ -328,7 +335,7 @@ class CoreConnector(OmniConnectorBase):
             else:
                 loop.start(_finish(node, reading))
 
-        return ManagedBuffer(values.raw_of(reading.payload), release)
+        return ManagedBuffer(array, release)
 
     def _missed(self, key: str, error: errors.OmniError) -> None:
         if error.reason in _MISSES:
@@ -375,9 +382,6 @@ class CoreConnector(OmniConnectorBase):
             raise errors.UnavailableError("the connector is closed", reason="CONNECTOR_CLOSED")
 
 
-_MAX_RETRIES = 1024
-
-
 async def _finish(node: Node, reading: Reading) -> None:
     try:
         await node.finish(reading)
@@ -395,8 +399,3 @@ def _forgotten(name: str, loop: LoopThread, node: Node) -> None:
             loop.release()
 
     loop.start(close())
-
-
-def _number(stage: Stage) -> int:
-    name = stage_name(stage)
-    return int(name) if name.isdecimal() and len(name) < 10 else 0

@@ -27,8 +27,10 @@ from connectors.reference import (
     proofs,
     values,
 )
+from connectors.reference.classes import GrpcConnector
 from connectors.reference.loop import LoopThread
 from omni.v1 import reference_transfer_service_pb2 as pb
+from omni.v1 import transfer_pb2
 from omnicore import errors
 
 SECRET, OTHER = b"one", b"another"
@@ -283,3 +285,14 @@ def test_n_05_a_forgotten_connector_closes_itself(name: str, tmp_path: Path) -> 
         assert time.monotonic() < end
         time.sleep(0.01)
     assert list(tmp_path.rglob("*.sender")) == []
+
+
+def test_raw_data_that_is_not_raw_is_given_back() -> None:
+    with GrpcConnector({"host": "127.0.0.1", "zmq_port": 0, "role": "dual"}) as both:
+        edge = transfer_pb2.EdgeRef(request_id="k@0_1", from_stage=0, to_stage=1)
+        two = Payload({"a": np.arange(3), "b": np.arange(3)}, metadata={"form": "bytes"})
+        handle = both._loop.run(both._publish("k@0_1", edge, two, 1), 30)
+        assert both.get(0, 1, "k", both._describe(handle)) is None
+        health = both.health()
+        assert health["last_error"]["message"].startswith("raw data is one tensor")
+        assert (health["buffers_held"], health["handles"]) == (0, 0)
