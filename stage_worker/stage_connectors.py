@@ -5,18 +5,14 @@ Options may name environment variables of the worker (``host: ${POD_IP}``): they
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from typing import Final
 
 from google.protobuf import json_format
 
 from connectors.connector_set import AUTO
 from connectors.payload import JsonValue
 from omni.v1 import pipeline_pb2
-from omnicore.errors import InvalidRequestError
-
-_VARIABLE: Final = re.compile(r"\$\{(\w+)\}")
+from omnicore.variables import expand
 
 
 def connector_options(
@@ -48,17 +44,7 @@ def connector_options(
 
 
 def _expanded(field: str, value: JsonValue, environ: Mapping[str, str]) -> JsonValue:
-    if not isinstance(value, str):
-        return value
-
-    def variable(match: re.Match[str]) -> str:
-        if (found := environ.get(match[1])) is None:
-            raise InvalidRequestError.field(
-                field, f"{value!r} names the environment variable {match[1]}, which is not set", reason="UNSET_VARIABLE"
-            )
-        return found
-
-    return _VARIABLE.sub(variable, value)
+    return expand(value, environ, field) if isinstance(value, str) else value
 
 
 def publishes(pipeline: pipeline_pb2.Pipeline, stage: pipeline_pb2.Stage) -> bool:

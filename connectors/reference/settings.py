@@ -10,17 +10,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from connectors.payload import JsonValue
 from omnicore import errors
 from omnicore.log import get_logger
+from omnicore.variables import expand
 
 _log = get_logger(__name__)
-
-_VARIABLE = re.compile(r"\$\{(\w+)\}|\$([A-Za-z_]\w*)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,18 +82,7 @@ def read_config(
 def expand_env_value(value: Any, field: str = "value") -> Any:
     """Text with its environment variables put in; other values as they are. Raises ``InvalidRequestError`` for one that
     is not set."""
-    if not isinstance(value, str):
-        return value
-
-    def variable(match: re.Match[str]) -> str:
-        name = match[1] or match[2]
-        if name not in os.environ:
-            raise errors.InvalidRequestError.field(
-                field, f"{value!r} names the environment variable {name}, which is not set", reason="UNSET_VARIABLE"
-            )
-        return os.environ[name]
-
-    return _VARIABLE.sub(variable, value)
+    return expand(value, os.environ, field, bare=True) if isinstance(value, str) else value
 
 
 def _check_unknown(name: str, key: object, options: Mapping[str, Option]) -> None:
