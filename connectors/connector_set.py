@@ -159,9 +159,10 @@ class ConnectorSet:
     def sweep(self) -> int:
         """Free handles that expired and unmap peers that are gone; call about once a second. Returns how many handles
         were freed."""
+        freed = self.store.sweep()
         for connector in self._connectors.values():
             connector.sweep()
-        return self.store.sweep()
+        return freed
 
     async def close(self) -> None:
         """Free everything. May be called more than once; ``put`` and ``get`` raise ``UnavailableError`` afterwards."""

@@ -288,10 +288,13 @@ class Node:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_S)
-            for connectors in {self._reading, self._publishing}:
-                if connectors is not None:
-                    connectors.sweep()
-            await self._channels.sweep()
+            try:
+                for connectors in {self._reading, self._publishing}:
+                    if connectors is not None:
+                        connectors.sweep()
+                await self._channels.sweep()
+            except Exception:  # noqa: BLE001 -- a round that fails must not keep for ever what expires later
+                _log.exception("sweep failed", connector=self._options.engine_id)
 
     def _check_open(self) -> None:
         if self._closed:

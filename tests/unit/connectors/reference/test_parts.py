@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from connectors.connector_set import ConnectorSet
 from connectors.payload import Payload
 from connectors.reference import (
     ConnectorSpec,
@@ -296,3 +297,19 @@ def test_raw_data_that_is_not_raw_is_given_back() -> None:
         health = both.health()
         assert health["last_error"]["message"].startswith("raw data is one tensor")
         assert (health["buffers_held"], health["handles"]) == (0, 0)
+
+
+def test_a_round_of_sweeping_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = []
+
+    def sweep(connectors: ConnectorSet) -> int:
+        rounds.append(connectors)
+        raise errors.InternalError("cuIpcCloseMemHandle failed")
+
+    monkeypatch.setattr("connectors.reference.node._SWEEP_S", 0.001)
+    monkeypatch.setattr(ConnectorSet, "sweep", sweep)
+    with GrpcConnector({"host": "127.0.0.1", "zmq_port": 0, "role": "dual"}):
+        end = time.monotonic() + 30
+        while len(rounds) < 2:
+            assert time.monotonic() < end
+            time.sleep(0.01)
