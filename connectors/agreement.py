@@ -23,6 +23,9 @@ from omnicore.clock import Clock
 MAX_REMEMBERED = 4096
 """Verdicts kept for late voters: more topics than a replica has in flight, some hundred bytes each."""
 
+MAX_RANKS = 4096
+"""Of one engine: far more than there are. Those that are missing are listed one by one."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
@@ -60,6 +63,8 @@ class RankAgreement:
         a number of ranks that other votes contradict; such a vote is not counted."""
         if not topic:
             raise errors.InvalidRequestError.field("topic", "must not be empty")
+        if ranks > MAX_RANKS:
+            raise errors.InvalidRequestError.field("ranks", f"must be at most {MAX_RANKS}, got {ranks}")
         if not 0 <= rank < ranks:
             raise errors.InvalidRequestError.field("rank", f"must be 0 to {ranks - 1}, got {rank}")
         if not timeout_s > 0:

@@ -68,6 +68,7 @@ async def test_a_voter_that_gives_up_takes_nothing_from_the_others() -> None:
         ("kv", 4, 4, 1, "rank"),
         ("kv", -1, 4, 1, "rank"),
         ("kv", 0, 0, 1, "rank"),
+        ("kv", 0, 2**32 - 1, 1, "ranks"),
         ("kv", 0, 1, 0, "timeout"),
     ],
 )
