@@ -16,6 +16,7 @@ before) and ``close`` (1 to 3 s, 9 s without a master).
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import threading
@@ -230,9 +231,9 @@ class MooncakeStore:
         return memory
 
     def _unregister(self, memory: _Memory) -> None:
-        client = self._client
-        if client is not None and (code := client.unregister_buffer(memory.address)):
-            _log.warning("buffer not unregistered", address=self.address, code=code)
+        with contextlib.suppress(errors.UnavailableError), self._calls.one():  # or the client ends, and this with it
+            if code := self._client.unregister_buffer(memory.address):
+                _log.warning("buffer not unregistered", address=self.address, code=code)
 
     # --- its answers ------------------------------------------------------------------------------------------------
 
