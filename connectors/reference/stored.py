@@ -37,6 +37,8 @@ class Notes:
     def __init__(self, client: ObjectStore) -> None:
         self._client = client
         self._written: set[str] = set()
+        self._going: set[str] = set()
+        self._gone = asyncio.Event()
 
     async def write(self, key: str, sender: Sender) -> None:
         """Say who has ``key``. A note that another sender left is replaced. Raises ``UnavailableError``."""
@@ -46,13 +48,15 @@ class Notes:
             target[:] = text
 
         name = _name(key)
+        if key in self._going:  # of what was published under it before: that removal would take this note
+            await self._gone.wait()
+        self._written.add(key)  # first: what a failed call has written must go, too
         try:
             await asyncio.to_thread(self._client.put, name, _NOTE_BYTES, fill)
         except errors.AlreadyExistsError:
             if await self.read(key) != sender:
                 await asyncio.to_thread(self._client.remove, [name])
                 await asyncio.to_thread(self._client.put, name, _NOTE_BYTES, fill)
-        self._written.add(key)
 
     async def read(self, key: str) -> Sender:
         """Who has ``key``. Raises ``NotFoundError`` if nobody does, ``UnavailableError``, ``DataLossError``."""
@@ -75,11 +79,16 @@ class Notes:
         gone = self._written - set(keys)
         if gone:
             self._written -= gone
+            self._going = gone
+            self._gone.clear()
             try:
                 await asyncio.to_thread(self._client.remove, [_name(key) for key in gone])
             except errors.OmniError as error:
                 self._written |= gone  # once more, later
                 _log.debug("notes are left in the store", notes=len(gone), reason=error.message)
+            finally:
+                self._going = set()
+                self._gone.set()
 
     def close(self) -> None:
         """Leave the store."""
