@@ -7,6 +7,7 @@ unlocked. It says where to ask, and the secret to ask with. Data is never in a f
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import os
@@ -57,15 +58,27 @@ class Rendezvous:
         self._mine: tuple[int, Path] | None = None
 
     def announce(self, endpoint: str) -> bytes:
-        """Say that this process answers at ``endpoint``; returns the secret to be asked with."""
+        """Say that this process answers at ``endpoint``; returns the secret to be asked with. Raises
+        ``UnavailableError`` if nothing can be written to the directory."""
         secret = secrets.token_bytes(32)
         name = f"{os.getpid()}-{secrets.token_hex(8)}"
         hidden, path = self._directory / f".{name}", self._directory / f"{name}{_SUFFIX}"
-        descriptor = os.open(hidden, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-        # Locked before it can be seen: a file without lock is one whose process has ended.
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        os.write(descriptor, orjson.dumps({"endpoint": endpoint, "secret": secret.hex()}))
-        hidden.rename(path)
+        with contextlib.ExitStack() as undo:
+            try:
+                descriptor = os.open(hidden, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+                undo.callback(os.close, descriptor)
+                undo.callback(hidden.unlink, missing_ok=True)
+                # Locked before it can be seen: a file without lock is one whose process has ended.
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                os.write(descriptor, orjson.dumps({"endpoint": endpoint, "secret": secret.hex()}))
+                hidden.rename(path)
+            except OSError as error:
+                raise errors.UnavailableError(
+                    f"others cannot be told of this process in {self._directory}: {error.strerror}",
+                    reason="DIRECTORY_UNUSABLE",
+                    metadata={"path": str(self._directory)},
+                ) from error
+            undo.pop_all()
         self._mine = (descriptor, path)
         return secret
 
@@ -75,9 +88,13 @@ class Rendezvous:
         return self._mine is not None
 
     def senders(self) -> list[Sender]:
-        """Who answers on this host. The directory is read again only when something was added or removed."""
+        """Who answers on this host. The directory is read again only when something was added or removed; nobody does
+        when it is gone."""
         with self._lock:
-            changed = self._directory.stat().st_mtime_ns
+            try:
+                changed = self._directory.stat().st_mtime_ns
+            except FileNotFoundError:
+                return []
             if changed == self._seen[0]:
                 return list(self._seen[1].values())
             found = self._read()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +24,11 @@ meeting.announce("127.0.0.1:9")
 print("ready", flush=True)
 sys.stdin.read()
 """
+
+
+def open_files() -> int:
+    """Descriptors of this process."""
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.fixture
@@ -85,3 +93,26 @@ def test_other_files_are_left_out(directory: Path) -> None:
     (directory / "n" / "README").write_text("hello")
     assert [sender.secret for sender in meeting.senders()] == [mine]
     meeting.close()
+
+
+def test_a_directory_that_is_gone_is_said_and_nobody_answers_there(directory: Path) -> None:
+    meeting = Rendezvous(directory, "n")
+    shutil.rmtree(directory)
+    assert meeting.senders() == []
+    with pytest.raises(errors.UnavailableError) as refused:
+        meeting.announce("127.0.0.1:1")
+    assert refused.value.reason == "DIRECTORY_UNUSABLE"
+
+
+def test_a_directory_that_is_full_is_left_as_it_was(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    meeting, before = Rendezvous(directory, "n"), open_files()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        with pytest.raises(errors.UnavailableError, match="No space left"):
+            meeting.announce("127.0.0.1:1")
+    assert not meeting.announced
+    assert list((directory / "n").iterdir()) == []
+    assert open_files() <= before
