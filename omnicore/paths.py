@@ -83,6 +83,8 @@ SAME_HOST: Final = frozenset({"shm", "cuda_ipc"})
 """Connectors that map memory of the other process."""
 ONE_STORE: Final = frozenset({"mooncake_store", "yuanrong"})
 """Connectors whose two ends must be clients of one store."""
+ONE_WAY: Final = frozenset({"mooncake"})
+"""Connectors whose two ends must move bytes by the same backend: a reader needs the transport of what it reads."""
 
 PREFERENCE: Final[tuple[tuple[str, str, str], ...]] = (
     # connector, backend ("" for any), why
@@ -138,6 +140,9 @@ def _obstacle(kind: str, producer: End, consumer: End) -> str:
         return f"{kind!r} needs one host, and {producer.name} and {consumer.name} run on two"
     if kind in ONE_STORE and offers[0].address != offers[1].address:
         return f"they use two stores ({offers[0].address} and {offers[1].address})"
+    ways = [offer.backend for offer in offers if offer.backend]
+    if kind in ONE_WAY and len(set(ways)) > 1:
+        return f"{kind!r} moves bytes by {ways[0]} at {producer.name} and by {ways[1]} at {consumer.name}"
     return ""
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omnicore.errors import FailedPreconditionError
-from omnicore.paths import ONE_STORE, PREFERENCE, SAME_HOST, End, Path, choose_path
+from omnicore.paths import ONE_STORE, ONE_WAY, PREFERENCE, SAME_HOST, End, Path, choose_path
 
 KINDS = sorted({kind for kind, _, _ in PREFERENCE} | {"cuda_ipc"})
 
@@ -34,6 +34,7 @@ def both(*offers: Offered | str, hosts: tuple[str, str] = ("host-a", "host-a")) 
 
 
 TWO_HOSTS = ("host-a", "host-b")
+MOONCAKE_TCP, MOONCAKE_RDMA = Offered("mooncake", backend="tcp"), Offered("mooncake", backend="rdma")
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,8 @@ TWO_HOSTS = ("host-a", "host-b")
         (both(Offered("mooncake_store", "m:1"), "grpc", hosts=TWO_HOSTS), "mooncake_store"),
         ((end("a", Offered("yuanrong", "m:1"), "grpc"), end("b", Offered("yuanrong", "m:2"), "grpc")), "grpc"),
         ((end("a", "mooncake", "grpc"), end("b", "nixl", "grpc")), "grpc"),
+        ((end("a", MOONCAKE_TCP, "grpc"), end("b", MOONCAKE_RDMA, "grpc")), "grpc"),
+        ((end("a", MOONCAKE_TCP, "grpc"), end("b", "mooncake", "grpc")), "mooncake"),
     ],
 )
 def test_auto_takes_the_best_that_both_have(ends: tuple[End, End], connector: str) -> None:
@@ -65,8 +68,8 @@ def test_auto_keeps_to_what_the_edge_allows() -> None:
 def test_a_path_says_how_bytes_move_and_why() -> None:
     path = choose_path(*both(Offered("mooncake", backend="tcp"), "grpc", hosts=TWO_HOSTS))
     assert path == Path("mooncake", "tcp", "both have Mooncake")
-    mixed = end("a", Offered("mooncake", backend="tcp")), end("b", Offered("mooncake", backend="rdma"))
-    assert choose_path(*mixed).backend == "tcp/rdma"
+    mixed = end("a", Offered("mori", backend="rdma")), end("b", Offered("mori", backend="rdma+xgmi"))
+    assert choose_path(*mixed).backend == "rdma/rdma+xgmi"
     assert choose_path(*both("nixl"), wanted="nixl").reason == "the edge names it"
 
 
@@ -82,6 +85,7 @@ def test_a_path_says_how_bytes_move_and_why() -> None:
             "mooncake_store",
             r"they use two stores \(m:1 and m:2\)",
         ),
+        ((end("a", MOONCAKE_TCP), end("b", MOONCAKE_RDMA)), "mooncake", "moves bytes by tcp at a and by rdma at b"),
     ],
 )
 def test_what_cannot_work_names_the_side_that_lacks_it(ends: tuple[End, End], wanted: str, why: str) -> None:
@@ -92,7 +96,11 @@ def test_what_cannot_work_names_the_side_that_lacks_it(ends: tuple[End, End], wa
 
 offers = st.lists(
     st.builds(
-        Offered, st.sampled_from(KINDS), st.sampled_from(["m:1", "m:2"]), st.booleans(), st.sampled_from(["", "tcp"])
+        Offered,
+        st.sampled_from(KINDS),
+        st.sampled_from(["m:1", "m:2"]),
+        st.booleans(),
+        st.sampled_from(["", "tcp", "rdma"]),
     ),
     unique_by=lambda offer: offer.name,
 )
@@ -116,8 +124,9 @@ def test_a_path_works_at_both_ends_and_every_better_one_does_not(producer: End, 
         well = len(found) == 2
         apart = kind in SAME_HOST and producer.placement != consumer.placement
         two_stores = well and kind in ONE_STORE and found[0].address != found[1].address
-        otherwise = well and backend not in ("", found[0].backend)
-        assert not well or apart or two_stores or otherwise
+        two_ways = well and kind in ONE_WAY and len({offer.backend for offer in found} - {""}) > 1
+        otherwise = well and backend != "" and {backend} != {offer.backend for offer in found}
+        assert not well or apart or two_stores or two_ways or otherwise
 
 
 @given(ends, ends)
