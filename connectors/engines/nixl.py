@@ -23,10 +23,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import importlib.metadata
 import itertools
-import logging
 import os
 import secrets
 import threading
@@ -38,13 +36,13 @@ from typing import Any, Final
 from connectors.engines.base import LocalRegion, Piece, RemoteRegion, TransferFailedError
 from connectors.engines.closing import Closing
 from connectors.engines.descriptor import Descriptor, pack_region, unpack_region, unseal
+from connectors.engines.nixl_bindings import LIBRARY, library_errors, load_bindings
 from connectors.engines.reading import ReadingHalf
 from omnicore import errors, process
 from omnicore.log import get_logger
 
 _log = get_logger(__name__)
 
-_LIBRARY: Final = "nixl"
 _STEP_BYTES: Final = 32 * 1024 * 1024
 """Bytes asked for at once: an agent does one thing at a time and cannot be interrupted, and this takes it 3 ms with CMA
 (20 ms at 1.6 GB/s), so others get their turn and deadlines are kept."""
@@ -54,7 +52,6 @@ _SPINS: Final = 20  # checks without a pause: what is done within some 50 µs is
 _MAX_PAUSE_S: Final = 0.001
 FENCE_PATIENCE_S: Final = 10.0
 """How long ``fence`` lets reads that have timed out come to an end: a worker that stands still longer is replaced."""
-_load_lock = threading.Lock()
 
 
 class NixlEngine:
@@ -67,10 +64,10 @@ class NixlEngine:
         """Raises ``FailedPreconditionError`` if UCX finds nothing to work with."""
         self._fence_patience_s = fence_patience_s
         self._library = load_bindings()
-        self._version = importlib.metadata.version(_LIBRARY)
+        self._version = importlib.metadata.version(LIBRARY)
         self.session = f"nixl-{os.getpid()}-{secrets.token_hex(8)}"  # unique for ever: peers keep what they know of it
         self.descriptor = self._describe(b"")
-        self.closing = Closing(_LIBRARY)
+        self.closing = Closing(LIBRARY)
         self._serving: _Agent | None = _Agent(self._library, self.session)
         self._regions: dict[tuple[int, int], _Region] = {}
         self._readers = itertools.count(1)
@@ -112,8 +109,8 @@ class NixlEngine:
     def read(self, remote: RemoteRegion, pieces: Sequence[Piece], timeout_s: float) -> None:
         """See ``TransferEngine.read``."""
         deadline_s = time.monotonic() + timeout_s
-        described = unseal(remote.region, _LIBRARY, self._version)
-        engine = unseal(remote.engine, _LIBRARY, self._version)
+        described = unseal(remote.region, LIBRARY, self._version)
+        engine = unseal(remote.engine, LIBRARY, self._version)
         if not described.name == engine.name == remote.session:
             raise errors.DataLossError(
                 f"a handle of {remote.session!r} describes memory of {described.name!r} and engine {engine.name!r}",
@@ -156,7 +153,7 @@ class NixlEngine:
         return _Reader(agent, self.closing)
 
     def _describe(self, content: bytes) -> bytes:
-        return Descriptor(_LIBRARY, self._version, self.session, content).seal()
+        return Descriptor(LIBRARY, self._version, self.session, content).seal()
 
 
 class _Region:
@@ -188,7 +185,7 @@ class _Agent:
             self.native.createBackend("UCX", {})
         except self.failures as error:
             raise errors.FailedPreconditionError(
-                f"NIXL cannot use UCX here: {_said(error)}", reason="ENGINE_FAILED", metadata={"library": _LIBRARY}
+                f"NIXL cannot use UCX here: {_said(error)}", reason="ENGINE_FAILED", metadata={"library": LIBRARY}
             ) from error
         finally:
             process.skip_native_finalizers()  # again: UCX's plug-ins are loaded now
@@ -204,7 +201,7 @@ class _Agent:
             raise errors.FailedPreconditionError(
                 f"NIXL does not register {region.size_bytes} bytes at {region.address:#x}: {_said(error)}",
                 reason="REGISTRATION_REFUSED",
-                metadata={"library": _LIBRARY, "size_bytes": region.size_bytes},
+                metadata={"library": LIBRARY, "size_bytes": region.size_bytes},
             ) from error
 
     def deregister(self, region: _Region) -> None:
@@ -359,38 +356,6 @@ class _Reader:
 
     def _free(self, request: int) -> None:
         self.agent.native.releaseXferReq(request)
-
-
-def load_bindings() -> Any:
-    """NIXL's bindings, without what importing them does to the logs of a process. ``ImportError`` if they are missing;
-    ``FailedPreconditionError`` for a version that has others."""
-    with _load_lock:
-        # Read when the native parts are loaded. Their errors reach us as exceptions; beside our log, and on standard
-        # output where UCX writes, they are noise.
-        os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
-        os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
-        raise_exceptions = logging.raiseExceptions
-        bindings: Any = importlib.import_module("nixl._bindings")
-        logging.raiseExceptions = raise_exceptions
-        own = logging.getLogger(_LIBRARY)
-        for handler in own.handlers[:]:
-            own.removeHandler(handler)  # it writes to standard output
-        own.propagate = True
-        process.skip_native_finalizers()
-    missing = [name for name in ("nixlAgentConfig", "NIXL_THREAD_SYNC_STRICT") if not hasattr(bindings, name)]
-    if missing or not hasattr(bindings.nixlAgentConfig(), "pthrDelay"):
-        raise errors.FailedPreconditionError(
-            f"nixl {importlib.metadata.version(_LIBRARY)} is not one that this version works with: use 1.5",
-            reason="LIBRARY_UNSUITED",
-            metadata={"library": _LIBRARY},
-        )
-    return bindings
-
-
-def library_errors(bindings: Any) -> tuple[type[Exception], ...]:
-    """All exceptions that NIXL raises; they have no base class of their own."""
-    names = [name for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")]
-    return tuple(getattr(bindings, name) for name in names)
 
 
 def _location(library: Any, device: str) -> tuple[Any, int]:

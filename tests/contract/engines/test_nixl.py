@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from connectors.engines.base import Piece, RemoteRegion, TransferFailedError
-from connectors.engines.nixl import NixlEngine, load_bindings
+from connectors.engines.nixl import NixlEngine
+from connectors.engines.nixl_bindings import load_bindings
 from omnicore import errors
 from tests.contract.engines.conftest import MIB, Peers, Reader, is_pattern
 from tests.contract.engines.peer import running_engine
