@@ -233,13 +233,19 @@ class CallRunner:
         )
 
     async def _close_inputs(self, error: OmniError | None) -> OmniError | None:
-        """Leave all inputs; a failure to is the call's error unless it has one."""
+        """Leave all inputs, also when the task is cancelled meanwhile; a failure to is the call's error unless it has
+        one."""
+        cancelled: asyncio.CancelledError | None = None
         for reader in self._inputs.values():
             try:
                 await reader.aclose()
+            except asyncio.CancelledError as cancellation:
+                cancelled = cancellation
             except Exception as failure:  # noqa: BLE001 -- the other inputs must be left, too
                 _log.exception("input not closed", request_id=self.key[0])
                 error = error or from_exception(failure)
+        if cancelled is not None:
+            raise cancelled
         return error
 
     def _end_flows(self, error: OmniError | None) -> None:
