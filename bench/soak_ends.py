@@ -287,7 +287,6 @@ class Consumer:
                 await asyncio.sleep(0.02)
                 continue
             self.counters.add(self.row, "reconnects")
-            writer.write(_HELLO.pack(self.row))
             with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
                 await self._converse(reader, writer)
             writer.close()
@@ -295,6 +294,9 @@ class Consumer:
         await self.worker.close()
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if writer.is_closing():  # its producer was killed the moment it accepted; uvloop refuses to write then
+            return
+        writer.write(_HELLO.pack(self.row))
         while True:
             size, batch, fate, large, first = _FRAME.unpack(await reader.readexactly(_FRAME.size))
             message = pb.SubscribeResponse.FromString(await reader.readexactly(size))
