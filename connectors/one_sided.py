@@ -163,7 +163,7 @@ class OneSidedConnector:
 
     def usage(self) -> publish.Usage:
         """See ``Connector.usage``."""
-        return self._publisher.usage()
+        return dataclasses.replace(self._publisher.usage(), quarantined_bytes=self._reader.stats().quarantined_bytes)
 
     def receive_usage(self) -> ReceiveUsage:
         """Counts of the reading side now."""

@@ -34,6 +34,10 @@ class Usage:
     pool_bytes: int
     free_bytes: int
     handles: int
+    leaked: int = 0
+    """Buffers that were dropped without being released or published, since it began."""
+    quarantined_bytes: int = 0
+    """Memory that a failed read may still write to."""
 
 
 class Publisher:
@@ -116,7 +120,8 @@ class Publisher:
 
     def usage(self) -> Usage:
         """Counts now."""
-        return Usage(self._space.size_bytes, self._space.free_bytes, self._store.stats(self._kind).handles)
+        handles = self._store.stats(self._kind).handles
+        return Usage(self._space.size_bytes, self._space.free_bytes, handles, self._leaks.leaked)
 
     def close(self) -> None:
         """Fail waiting puts and let the memory go; the store frees the handles."""

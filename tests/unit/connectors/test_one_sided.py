@@ -132,7 +132,7 @@ async def test_an_unfenced_failure_keeps_the_buffer_until_the_fence() -> None:
         with pytest.raises(TransferFailedError):
             await ends.read(handle)
         await wait_until(lambda: ends.engine.fences == 1, what="a fence")
-        assert ends.quarantined > 3 * MIB
+        assert ends.consumer.usage().quarantined_bytes == ends.quarantined > 3 * MIB
         reading = asyncio.ensure_future(ends.read(handle))  # needs the same room
         await asyncio.sleep(0.05)
         assert not reading.done()
