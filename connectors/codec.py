@@ -110,6 +110,7 @@ def lay_out(shapes: Mapping[str, tuple[Sequence[int], str]]) -> Layout:
         path = f"tensors[{name!r}]"
         if not name or len(shape) > _MAX_DIMENSIONS or any(side < 0 for side in shape):
             raise errors.InvalidRequestError.field(path, f"a name, and at most {_MAX_DIMENSIONS} sizes from 0 on")
+        facts.check_unicode(name, path)
         if dtype not in DTYPES:
             raise errors.InvalidRequestError.field(
                 path, f"has type {dtype!r}; accepted: {', '.join(DTYPES)}", reason="UNSUPPORTED_DTYPE"
@@ -176,6 +177,7 @@ def _encode_tensors(payload: Payload, struct: struct_pb2.Struct) -> Encoded:
         path = f"payload.tensors[{name!r}]"
         if not isinstance(name, str) or not name:
             raise errors.InvalidRequestError.field(path, "names must be non-empty strings")
+        facts.check_unicode(name, path)
         try:
             dtype, array = _source(tensor)
         except errors.InvalidRequestError as error:

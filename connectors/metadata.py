@@ -40,7 +40,17 @@ def from_struct(struct: struct_pb2.Struct) -> dict[str, JsonValue]:
 def _key(key: object, path: str) -> str:
     if not isinstance(key, str):
         raise errors.InvalidRequestError.field(path, f"keys must be strings, got {key!r}")
+    check_unicode(key, path)
     return key
+
+
+def check_unicode(text: str, path: str) -> None:
+    """Raises ``InvalidRequestError`` for text that cannot be sent: half of a surrogate pair is in Python's strings, not
+    in protobuf's."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise errors.InvalidRequestError.field(path, f"is not valid Unicode: {error}") from None
 
 
 def _fill(target: struct_pb2.Value, value: object, path: str, depth: int) -> None:
@@ -51,6 +61,7 @@ def _fill(target: struct_pb2.Value, value: object, path: str, depth: int) -> Non
     elif isinstance(value, bool):
         target.bool_value = value
     elif isinstance(value, str):
+        check_unicode(value, path)
         target.string_value = value
     elif isinstance(value, int):
         if abs(value) > _MAX_EXACT_INT:

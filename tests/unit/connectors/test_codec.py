@@ -164,6 +164,9 @@ for _ in range(40):
         (Payload(metadata={"d": deep}), "nested deeper"),
         (Payload(metadata={"big": "x" * 70000}), "at most 65536"),
         (Payload(metadata={1: 2}), "keys must be strings"),  # type: ignore[dict-item]
+        (Payload(tensors={"\ud800": np.zeros(1)}), r"tensors\['\\ud800'\].*not valid Unicode"),
+        (Payload(metadata={"a": {"\ud800": 1}}), "metadata.a: is not valid Unicode"),
+        (Payload(metadata={"a": ["\ud800"]}), r"metadata.a\[0\].*not valid Unicode"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
