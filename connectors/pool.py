@@ -159,7 +159,7 @@ class MemfdPool:
     def free(self, start: int) -> None:
         """For ``PoolSlot.free``."""
         with self._lock:
-            if not self._closed:
+            if not self._closed and self._ours:
                 HEADER.pack_into(self.memory, start, bytes(16), 0)
             self._allocator.free(start)
 
@@ -194,7 +194,7 @@ class MemfdPool:
             if self._closed:
                 return
             self._closed = True
-            for start in self._allocator.allocated_offsets:
+            for start in self._allocator.allocated_offsets if self._ours else ():
                 HEADER.pack_into(self.memory, start, bytes(16), 0)
             os.close(self._fd)
         # Views that are still held (a slot being written, bytes being sent) keep the mapping; it goes with the last.
@@ -204,6 +204,13 @@ class MemfdPool:
     def _check_open(self) -> None:
         if self._closed:
             raise errors.UnavailableError("the shared-memory pool is closed", reason="CONNECTOR_CLOSED")
+        if not self._ours:
+            raise errors.UnavailableError("the shared-memory pool is another process's", reason="CONNECTOR_CLOSED")
+
+    @property
+    def _ours(self) -> bool:
+        """False in a process that was forked off: it shares the memory, but not the knowledge of what is free."""
+        return self._location.pid == os.getpid()
 
     def _seal(self) -> None:
         # The order matters: our own writable mapping exists already, so FUTURE_WRITE leaves it and refuses others.

@@ -5,6 +5,8 @@ import mmap
 import os
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -266,3 +268,31 @@ def test_everything_that_locates_data_is_in_the_fingerprint(pool: MemfdPool) -> 
         assert fingerprint(other) != base
     assert len(base) == 16
     assert HEADER.size == 64
+
+
+_FORKED = """
+import os, sys
+from connectors.pool import HEADER, MemfdPool
+from omnicore import errors
+pool = MemfdPool(1 << 16)
+slot = pool.allocate(100)
+slot.mark(b"f" * 16)
+if os.fork() == 0:
+    slot.free()
+    try:
+        pool.allocate(100)
+    except errors.UnavailableError:
+        pool.close()
+        os._exit(7)
+    os._exit(1)
+_, status = os.wait()
+assert os.waitstatus_to_exitcode(status) == 7, status
+assert HEADER.unpack_from(pool.memory, 0) == (b"f" * 16, 100)
+slot.free()
+assert HEADER.unpack_from(pool.memory, 0) == (bytes(16), 0)
+"""
+
+
+def test_a_forked_process_changes_nothing_in_the_pool_of_its_parent() -> None:
+    done = subprocess.run([sys.executable, "-c", _FORKED], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
