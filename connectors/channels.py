@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import grpc
 import grpc.aio
 
+from connectors.pool import fingerprint
 from omni.v1 import transfer_pb2, transfer_service_pb2_grpc
 from omni.v1 import transfer_service_pb2 as pb
 from omnicore import rpc
@@ -83,8 +84,11 @@ class PeerChannels:
         """The bytes of a handle from its owner: the ``ByteFetcher`` of this worker's connectors."""
         with self.use(handle.owner_endpoint) as channel:
             stub = transfer_service_pb2_grpc.TransferServiceStub(channel)
+            request = pb.FetchRequest(
+                owner=handle.owner, key=handle.key, token=handle.token, fingerprint=fingerprint(handle)
+            )
             try:
-                async for piece in stub.Fetch(pb.FetchRequest(owner=handle.owner, key=handle.key, token=handle.token)):
+                async for piece in stub.Fetch(request):
                     yield piece.data
             except grpc.aio.AioRpcError as error:
                 typed = from_rpc_error(error)

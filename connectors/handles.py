@@ -32,6 +32,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from connectors.places import ConsumerPlaces
+from connectors.pool import fingerprint
 from omni.v1 import transfer_pb2, types_pb2
 from omnicore import errors
 from omnicore.clock import SYSTEM_CLOCK, Clock
@@ -281,8 +282,13 @@ class HandleStore:
             yield data
 
     @contextlib.asynccontextmanager
-    async def open(self, key: str, token: bytes) -> AsyncIterator[memoryview]:
-        """As ``read``, for data that may lie elsewhere; raises also what getting it from there raises."""
+    async def open(self, key: str, token: bytes, meant: bytes = b"") -> AsyncIterator[memoryview]:
+        """As ``read``, for data that may lie elsewhere; raises also what getting it from there raises. ``meant``: the
+        fingerprint of the reader's handle; raises ``DataLossError`` if its headers are not those of this data."""
+        if meant and meant != fingerprint(self.describe(key, token)):
+            raise errors.DataLossError(
+                f"handle {key!r} is not as its owner made it", reason="BAD_HANDLE", metadata={"key": key}
+            )
         with self._holding(key, token) as data:
             if isinstance(data, memoryview):
                 yield data

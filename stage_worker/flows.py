@@ -139,8 +139,11 @@ class Outbox:
             self._pump()
         return True
 
-    def acknowledge(self, sequence: int) -> None:
-        """Every chunk up to ``sequence`` may be freed; as many more may be sent."""
+    def acknowledge(self, subscriber: Subscriber, sequence: int) -> None:
+        """The consumer (if it is ``subscriber``) has read every chunk up to ``sequence``: they may be freed, and as
+        many more be sent."""
+        if self._subscriber is not subscriber:
+            return
         while self._unacked and self._unacked[0][0] <= sequence:
             _, key, token = self._unacked.popleft()
             self._table.release(key, token, self.claimant)
@@ -269,10 +272,10 @@ class FlowTable:
         kept.CopyFrom(edge)
         self._pending[key] = _PendingOpen(kept, subscriber, window, self._clock.monotonic() + self._open_wait_s)
 
-    def acknowledge(self, edge: transfer_pb2.EdgeRef, sequence: int) -> None:
-        """Pass an acknowledgement on; one for a flow that has gone means nothing."""
+    def acknowledge(self, edge: transfer_pb2.EdgeRef, subscriber: Subscriber, sequence: int) -> None:
+        """Pass an acknowledgement on; one for a flow that has gone, or that another reads, means nothing."""
         if (outbox := self._outboxes.get(flow_key(edge))) is not None:
-            outbox.acknowledge(sequence)
+            outbox.acknowledge(subscriber, sequence)
 
     def cancel(self, edge: transfer_pb2.EdgeRef, subscriber: Subscriber) -> None:
         """The consumer no longer wants a flow."""

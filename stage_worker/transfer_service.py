@@ -69,7 +69,7 @@ class TransferServicer(pb_grpc.TransferServiceServicer):
     async def Fetch(self, request: pb.FetchRequest, context: ServicerContext) -> AsyncIterator[pb.FetchResponse]:  # noqa: N802
         """The bytes of a handle."""
         self._identity.check(request.owner)
-        async with self._store.open(request.key, request.token) as data:
+        async with self._store.open(request.key, request.token, request.fingerprint) as data:
             for offset in range(0, len(data), PIECE_BYTES):
                 yield pb.FetchResponse(data=bytes(data[offset : offset + PIECE_BYTES]), offset_bytes=offset)
 
@@ -131,7 +131,7 @@ class TransferServicer(pb_grpc.TransferServiceServicer):
                 raise InvalidRequestError.field("opens.window", f"-1 or at least 1, got {opened.window}")
             self._flows.open(opened.edge, opened.window, subscription)
         for ack in request.acks:
-            self._flows.acknowledge(ack.edge, ack.sequence)
+            self._flows.acknowledge(ack.edge, subscription, ack.sequence)
         for edge in request.cancels:
             self._flows.cancel(edge, subscription)
         for failure in request.failures:

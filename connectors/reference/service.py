@@ -58,7 +58,7 @@ class TransferServicer(pb_grpc.TransferServiceServicer):
 
     async def Fetch(self, request: pb.FetchRequest, context: ServicerContext) -> AsyncIterator[pb.FetchResponse]:  # noqa: N802
         """The bytes of a handle."""
-        async with self._store(request.owner).open(request.key, request.token) as data:
+        async with self._store(request.owner).open(request.key, request.token, request.fingerprint) as data:
             for offset in range(0, len(data), PIECE_BYTES):
                 yield pb.FetchResponse(data=bytes(data[offset : offset + PIECE_BYTES]), offset_bytes=offset)
 

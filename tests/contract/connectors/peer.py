@@ -18,6 +18,7 @@ import orjson
 
 from connectors.connector_set import ConnectorSet
 from connectors.payload import JsonValue, Payload
+from connectors.pool import fingerprint
 from connectors.registry import ConnectorFactory
 from omni.v1 import transfer_pb2, types_pb2
 from omni.v1 import transfer_service_pb2 as pb
@@ -69,7 +70,7 @@ class Transfer(pb_grpc.TransferServiceServicer):
 
     async def Fetch(self, request: pb.FetchRequest, context: rpc.ServicerContext) -> AsyncIterator[pb.FetchResponse]:  # noqa: N802
         self._check(request.owner)
-        async with self._store.open(request.key, request.token) as data:
+        async with self._store.open(request.key, request.token, request.fingerprint) as data:
             for offset in range(0, len(data), PIECE_BYTES):
                 yield pb.FetchResponse(data=bytes(data[offset : offset + PIECE_BYTES]), offset_bytes=offset)
 
@@ -88,7 +89,9 @@ class Peer:
         return self.connectors.store
 
     async def fetch(self, handle: transfer_pb2.TransferHandle) -> AsyncIterator[bytes]:
-        request = pb.FetchRequest(owner=handle.owner, key=handle.key, token=handle.token)
+        request = pb.FetchRequest(
+            owner=handle.owner, key=handle.key, token=handle.token, fingerprint=fingerprint(handle)
+        )
         async with rpc.channel(handle.owner_endpoint) as channel:
             async for piece in pb_grpc.TransferServiceStub(channel).Fetch(request):
                 self.fetched_pieces += 1

@@ -368,3 +368,27 @@ async def test_large_payload_is_copied_beside_the_event_loop(
             while producer.connectors.usage().free_bytes != free:  # once the copying thread has finished
                 await asyncio.sleep(0.005)
         assert producer.connectors.usage().handles == 0
+
+
+async def test_headers_that_are_not_the_owners_are_refused(kind: str, producer: Peer, consumer: Peer) -> None:
+    """Of the same length, so that only their meaning differs."""
+    sent = Payload({"x": np.arange(6, dtype=np.int32).reshape(2, 3)})
+    handle = await producer.connectors.put(kind, "k", EDGE, 0, sent)
+    altered = []
+    for change in ("dtype", "shape", "name", "sequence"):
+        other = transfer_pb2.TransferHandle.FromString(handle.SerializeToString())
+        spec = other.tensors[0]
+        if change == "dtype":
+            spec.dtype = "float32"
+        elif change == "shape":
+            spec.shape[:] = [3, 2]
+        elif change == "name":
+            spec.name = "y"
+        else:
+            other.sequence += 1
+        altered.append(other)
+    for other in altered:
+        with pytest.raises((errors.DataLossError, errors.NotFoundError)):
+            await read(consumer, other)
+    got = await read(consumer, handle)
+    np.testing.assert_array_equal(got.tensors["x"], sent.tensors["x"], strict=True)

@@ -68,15 +68,17 @@ def test_chunks_leave_under_credit_in_order_and_end_once() -> None:
     producer.table.open(edge(), 2, consumer)
     producer.publish(outbox, 5)
     assert consumer.sequences == [0, 1]
-    producer.table.acknowledge(edge(), 0)
+    producer.table.acknowledge(edge(), Consumer(), 1)  # another stream's, which reads something else
+    assert consumer.sequences == [0, 1]
+    producer.table.acknowledge(edge(), consumer, 0)
     assert consumer.sequences == [0, 1, 2]
     outbox.finish()
     assert not consumer.ended
-    producer.table.acknowledge(edge(), 2)
+    producer.table.acknowledge(edge(), consumer, 2)
     assert consumer.sequences == [0, 1, 2, 3, 4]
     assert [chunk.final for chunk in consumer.chunks] == [False] * 5 + [True]
     assert consumer.chunks[-1].sequence == 5
-    producer.table.acknowledge(edge(), 4)
+    producer.table.acknowledge(edge(), consumer, 4)
     producer.assert_empty(5)
 
 
@@ -123,7 +125,7 @@ def test_a_call_may_end_before_its_consumer_opens() -> None:
     producer.table.open(edge(), -1, consumer)
     assert consumer.sequences == [0, 1, 2]
     assert consumer.ended
-    producer.table.acknowledge(edge(), 2)
+    producer.table.acknowledge(edge(), consumer, 2)
     producer.assert_empty(3)
 
 

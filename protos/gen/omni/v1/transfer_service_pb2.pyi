@@ -439,10 +439,15 @@ class FetchRequest(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     """Required."""
     token: _builtins.bytes
     """The handle's capability."""
+    fingerprint: _builtins.bytes
+    """16 bytes over all that the caller's handle says of the bytes it means and how to read them; DATA_LOSS if that is
+    not what the owner holds under this key. Empty: not checked.
+    """
     @_builtins.property
     def owner(self) -> _types_pb2.ReplicaRef:
         """The owner as the caller knows it. Required."""
@@ -453,10 +458,11 @@ class FetchRequest(_message.Message):
         owner: _types_pb2.ReplicaRef | None = ...,
         key: _builtins.str = ...,
         token: _builtins.bytes = ...,
+        fingerprint: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "owner", b"owner", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "key", b"key", "owner", b"owner", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
