@@ -103,6 +103,12 @@ class Reading:
         """Of the owner's pool: another one has another."""
         return self._pool.inode
 
+    def close(self) -> None:
+        """Let the bytes go. An error that left the context holds it in its traceback, perhaps in a circle until the
+        next full garbage collection, and must not hold the memory of a pool that is gone."""
+        with contextlib.suppress(BufferError):  # a thread of a read that was cancelled goes on with them
+            self.data.release()
+
     def check_intact(self) -> None:
         """Raises ``DataLossError`` if the owner freed the data since: what was read may be anything."""
         if not self._pool.holds(self._place):
@@ -220,7 +226,7 @@ class PeerPools:
 class _Opened:
     """A context in which a pool is used: a class, since it is on the way of every transfer."""
 
-    __slots__ = ("_place", "_pool", "_pools")
+    __slots__ = ("_place", "_pool", "_pools", "_reading")
 
     def __init__(self, pools: PeerPools, place: Place) -> None:
         self._pools = pools
@@ -228,9 +234,11 @@ class _Opened:
 
     def __enter__(self) -> Reading:
         self._pool = self._pools.start(self._place)
-        return Reading(self._pool, self._place)
+        self._reading = Reading(self._pool, self._place)
+        return self._reading
 
     def __exit__(self, *_: object) -> None:
+        self._reading.close()
         self._pools.end(self._pool)
 
 

@@ -96,6 +96,17 @@ def test_peer_reads_without_copying_and_cannot_write(pool: MemfdPool, peers: Pee
         assert len(peers) == 1, "one mapping for each pool"
 
 
+def test_an_error_that_left_a_read_does_not_keep_the_pool_mapped(pool: MemfdPool, peers: PeerPools) -> None:
+    slot, handle = publish(pool, b"hello")
+    with peers.open(handle) as reading:
+        slot.free()
+        with pytest.raises(errors.DataLossError) as kept:
+            reading.check_intact()
+    assert kept.value.__traceback__ is not None, "it holds the frame, and so the reading"
+    with pytest.raises(ValueError, match="released memoryview"):
+        bytes(reading.data)
+
+
 def test_freed_data_is_not_read(pool: MemfdPool, peers: PeerPools) -> None:
     slot, handle = publish(pool, b"first")
     with peers.open(handle) as reading:
