@@ -89,6 +89,7 @@ OPTIONS: Final[dict[str, dict[str, Key]]] = {
     },
     "grpc": {
         **_PUBLISHING,
+        "pool_bytes": Key(Int(0), "most bytes that a worker has published and not yet released", "256 MiB"),
         "inline_bytes": _INLINE,
         "max_fetch_bytes": Key(Int(1), "larger payloads are refused", "4 GiB"),
     },
