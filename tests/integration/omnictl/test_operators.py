@@ -178,7 +178,9 @@ def test_etcd_watch_sees_a_cordon(cluster: Cli) -> None:
         def seen() -> bool:
             cluster.ok("cordon", "speech/1/1", "--reason", "seen")
             cluster.ok("uncordon", "speech/1/1")
-            return "READY,CORDONED at" in lines.out and '"DELETE"' in objects.out
+            # A watch may begin between the two: it has seen both only when it has seen the first of them.
+            put = '"PUT", "key": "/omni/v1/default/admin/cordons/' in objects.out
+            return "READY,CORDONED at" in lines.out and put and '"DELETE"' in objects.out
 
         wait_for(seen, what="the changes")
         assert lines.end(signal.SIGINT) == 130
