@@ -58,13 +58,14 @@ def unseal(sealed: bytes, library: str, version: str) -> Descriptor:
     """What a peer sealed. Raises ``DataLossError`` for anything else and ``FailedPreconditionError`` for a peer with
     another library or version."""
     parts = _parts(sealed)
-    if parts is None:
+    texts = _texts(parts)
+    if parts is None or texts is None:
         raise errors.DataLossError(
             f"{len(sealed)} bytes of a handle do not describe an engine of {library}: damaged, or something else",
             reason="BAD_HANDLE",
             metadata={"library": library, "size_bytes": len(sealed)},
         )
-    descriptor = Descriptor(parts[0].decode(), parts[1].decode(), parts[2].decode(), parts[3])
+    descriptor = Descriptor(*texts, parts[3])
     if (descriptor.library, descriptor.version) != (library, version):
         raise errors.FailedPreconditionError(
             f"the peer has {descriptor.library} {descriptor.version}, this worker {library} {version}: they must match",
@@ -92,6 +93,14 @@ def unpack_region(descriptor: Descriptor, remote: RemoteRegion) -> bytes:
             metadata={"library": descriptor.library},
         )
     return descriptor.content[_REGION.size :]
+
+
+def _texts(parts: list[bytes] | None) -> tuple[str, str, str] | None:
+    """Library, version and name; None for what is no text, which a digest does not keep anybody from sealing."""
+    try:
+        return None if parts is None else (parts[0].decode(), parts[1].decode(), parts[2].decode())
+    except UnicodeDecodeError:
+        return None
 
 
 def _digest(body: bytes) -> bytes:
