@@ -73,21 +73,29 @@ class SessionHello(_message.Message):
 
     GATEWAY_ID_FIELD_NUMBER: _builtins.int
     REPLICA_FIELD_NUMBER: _builtins.int
+    BEAT_INTERVAL_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
     """For logs: which gateway process this is."""
     @_builtins.property
     def replica(self) -> _types_pb2.ReplicaRef:
         """The claim that the gateway means to talk to."""
 
+    @_builtins.property
+    def beat_interval(self) -> _duration_pb2.Duration:
+        """While calls run and the engine can make progress, the worker sends a frame at least this often, if need be an
+        empty one. Silence then means that the replica hangs. Unset: never for that reason.
+        """
+
     def __init__(
         self,
         *,
         gateway_id: _builtins.str = ...,
         replica: _types_pb2.ReplicaRef | None = ...,
+        beat_interval: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["replica", b"replica"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat_interval", b"beat_interval", "replica", b"replica"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "replica", b"replica"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_interval", b"beat_interval", "gateway_id", b"gateway_id", "replica", b"replica"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -174,6 +182,7 @@ class StageCall(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SPEECH_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     """Chosen by the gateway, unique in the session."""
     request_id: _builtins.str
@@ -208,6 +217,10 @@ class StageCall(_message.Message):
     def speech(self) -> _prompt_pb2.SpeechOptions:
         """How speech should sound."""
 
+    @_builtins.property
+    def resume(self) -> Global___Resume:
+        """Set where an earlier call of this request at this stage was lost after some of its output had reached the client."""
+
     def __init__(
         self,
         *,
@@ -222,14 +235,48 @@ class StageCall(_message.Message):
         timeout: _duration_pb2.Duration | None = ...,
         traceparent: _builtins.str = ...,
         speech: _prompt_pb2.SpeechOptions | None = ...,
+        resume: Global___Resume | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "speech", b"speech", "timeout", b"timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "speech", b"speech", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "call_id", b"call_id", "emit_output", b"emit_output", "inputs", b"inputs", "outputs", b"outputs", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "speech", b"speech", "timeout", b"timeout", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "call_id", b"call_id", "emit_output", b"emit_output", "inputs", b"inputs", "outputs", b"outputs", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "speech", b"speech", "timeout", b"timeout", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StageCall: _TypeAlias = StageCall  # noqa: Y015
+
+@_typing.final
+class Resume(_message.Message):
+    """Resume is what a lost call had brought, for the one that takes its place.
+
+    The new call behaves as if it had made those tokens itself: limits, penalties, stops, seeds and the counts of its
+    `finish` include them. Its events bring only what follows them; its chunks for other stages begin at the beginning.
+    UNIMPLEMENTED with reason RESUME_UNSUPPORTED from an engine that cannot: the gateway then runs it from the start.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Their text as far as it was sent: an engine may hold back text that is not complete."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens, in order."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resume: _TypeAlias = Resume  # noqa: Y015
 
 @_typing.final
 class EdgeInput(_message.Message):
@@ -300,10 +347,13 @@ class FlowSource(_message.Message):
     REPLICA_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     """Its TransferService, "host:port"."""
     window: _builtins.int
     """Chunks that may be unacknowledged; -1: no limit."""
+    attempt: _builtins.int
+    """Attempt of the producer's call, which may be an earlier one than the reader's; unset: the same."""
     @_builtins.property
     def replica(self) -> _types_pb2.ReplicaRef:
         """The producer."""
@@ -314,12 +364,15 @@ class FlowSource(_message.Message):
         replica: _types_pb2.ReplicaRef | None = ...,
         endpoint: _builtins.str = ...,
         window: _builtins.int = ...,
+        attempt: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["replica", b"replica"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "attempt", b"attempt", "replica", b"replica"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "replica", b"replica", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "attempt", b"attempt", "endpoint", b"endpoint", "replica", b"replica", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__attempt: _TypeAlias = _typing.Literal["attempt"]  # noqa: Y015
+    _WhichOneofArgType__attempt: _TypeAlias = _typing.Literal["_attempt", b"_attempt"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__attempt) -> _WhichOneofReturnType__attempt | None: ...
 
 Global___FlowSource: _TypeAlias = FlowSource  # noqa: Y015
 
@@ -334,6 +387,7 @@ class EdgeOutput(_message.Message):
     CHUNK_BY_FIELD_NUMBER: _builtins.int
     CONNECTOR_FIELD_NUMBER: _builtins.int
     CONSUMERS_FIELD_NUMBER: _builtins.int
+    RETAIN_FIELD_NUMBER: _builtins.int
     to_stage: _builtins.int
     """Consumer stage."""
     flow: _builtins.bool
@@ -344,6 +398,11 @@ class EdgeOutput(_message.Message):
     """Connector kind to publish with: "shm", "grpc", …; "auto" or empty: the best that the worker has."""
     consumers: _builtins.int
     """How many consumers will read it; 0 counts as 1, and a flow has one."""
+    retain: _builtins.bool
+    """Keep what was published after it was read, so that a consumer that takes a lost one's place can read it from the
+    beginning; until `aborts` names the call, the session breaks, or the worker needs the memory. Who asks for
+    what is no longer whole gets DATA_LOSS with reason RETENTION_LOST.
+    """
     def __init__(
         self,
         *,
@@ -352,10 +411,11 @@ class EdgeOutput(_message.Message):
         chunk_by: _pipeline_pb2.ChunkBy.ValueType = ...,
         connector: _builtins.str = ...,
         consumers: _builtins.int = ...,
+        retain: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_by", b"chunk_by", "connector", b"connector", "consumers", b"consumers", "flow", b"flow", "to_stage", b"to_stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_by", b"chunk_by", "connector", b"connector", "consumers", b"consumers", "flow", b"flow", "retain", b"retain", "to_stage", b"to_stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
