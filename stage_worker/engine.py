@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from connectors.payload import Payload
 from omni.v1 import pipeline_pb2, prompt_pb2, sampling_pb2, types_pb2
 from omnicore.errors import UnimplementedError
+
+FEATURES = ("logprobs", "structured_output", "bot_task", "negative_prompt", "language", "instructions")
+"""What a call may ask for that many engines cannot do: fields of SamplingParams, Prompt and SpeechOptions."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,6 +35,8 @@ class EngineInfo:
     """Requests worked on at a time; 0: no limit of its own."""
     details: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """For the log: versions, devices."""
+    features: frozenset[str] = frozenset()
+    """Those of ``FEATURES`` that it has. Calls that need another are refused before they reach it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,6 +80,23 @@ class Finish:
     completion_tokens: int = 0
 
 
+class TokenChance(NamedTuple):
+    """A token, and how likely it was."""
+
+    token_id: int
+    text: bytes
+    """UTF-8; may be a part of a character."""
+    logprob: float
+    """Natural logarithm, 0 or less."""
+
+
+class TokenLogprob(NamedTuple):
+    """The token that was taken, and the likeliest ones at its place."""
+
+    token: TokenChance
+    top: Sequence[TokenChance] = ()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineOutput:
     """What one step brought for one request. All parts are optional; empty outputs are not sent on."""
@@ -83,6 +105,8 @@ class EngineOutput:
     """Text added. The worker also cuts it into chunks for text edges (by step, sentence or at the end), so a text
     engine never fills ``chunk``."""
     token_ids: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprob] = ()
+    """One for each of ``token_ids``, if ``sampling.logprobs`` is set."""
     media: bytes = b""
     media_info: MediaInfo | None = None
     """With the first media bytes of a request."""
@@ -123,6 +147,31 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Free everything. May be called more than once, and after a failed ``start``."""
+        ...
+
+
+class Tokens(NamedTuple):
+    """What a prompt is to a model."""
+
+    token_ids: Sequence[int]
+    texts: Sequence[str]
+    """The model's own name of each; they need not be parts of the prompt."""
+    max_model_len: int = 0
+    """Most tokens of a prompt with its answer; 0: no limit is known."""
+
+
+@runtime_checkable
+class Tokenizing(Protocol):
+    """What an engine with a tokenizer has besides."""
+
+    async def tokenize(
+        self, prompt: prompt_pb2.Prompt, *, add_special_tokens: bool, add_generation_prompt: bool
+    ) -> Tokens:
+        """The tokens of a text or chat. Raises ``InvalidRequestError`` for what the model cannot read."""
+        ...
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Their text. Raises ``InvalidRequestError`` for tokens that the model does not have."""
         ...
 
 

@@ -17,11 +17,13 @@ from omnicore.errors import (
     OmniError,
     RequestCancelledError,
     UnavailableError,
+    UnimplementedError,
     from_status,
 )
 from omnicore.log import get_logger
 from omnicore.rpc import ServicerContext
 from stage_worker.calls import WorkerParts
+from stage_worker.engine import Tokenizing
 from stage_worker.frames import FrameWriter
 from stage_worker.progress import LoadSource
 from stage_worker.rpc_end import on_done
@@ -182,6 +184,41 @@ class StageServicer(pb_grpc.StageServiceServicer):
         response = pb.ControlResponse(result=struct_pb2.Struct())
         response.result.update(result)
         return response
+
+    async def Tokenize(  # noqa: N802 -- the name in the proto
+        self, request: pb.TokenizeRequest, context: ServicerContext
+    ) -> pb.TokenizeResponse:
+        """The tokens of a prompt."""
+        engine = self._tokenizing(request.replica)
+        tokens = await engine.tokenize(
+            request.prompt,
+            # What generation does: templates bring their own special tokens.
+            add_special_tokens=request.add_special_tokens
+            if request.HasField("add_special_tokens")
+            else request.prompt.WhichOneof("kind") != "chat",
+            add_generation_prompt=request.add_generation_prompt or not request.HasField("add_generation_prompt"),
+        )
+        return pb.TokenizeResponse(
+            token_ids=tokens.token_ids,
+            texts=tokens.texts if request.with_texts else (),
+            max_model_len=tokens.max_model_len,
+        )
+
+    async def Detokenize(  # noqa: N802 -- the name in the proto
+        self, request: pb.DetokenizeRequest, context: ServicerContext
+    ) -> pb.DetokenizeResponse:
+        """The text of tokens."""
+        engine = self._tokenizing(request.replica)
+        return pb.DetokenizeResponse(text=await engine.detokenize(request.token_ids))
+
+    def _tokenizing(self, replica: types_pb2.ReplicaRef) -> Tokenizing:
+        self._parts.identity.check(replica, any_epoch=True)
+        if not self._load.started:
+            raise FailedPreconditionError("the engine is still loading", reason="STARTING")
+        engine = self._parts.engine
+        if not isinstance(engine, Tokenizing):
+            raise UnimplementedError(f"engine {self._parts.stage.engine} has no tokenizer", reason="NO_TOKENIZER")
+        return engine
 
     async def GetStageInfo(  # noqa: N802 -- the name in the proto
         self, request: pb.GetStageInfoRequest, context: ServicerContext

@@ -100,6 +100,7 @@ class GenerateResponse(_message.Message):
     MEDIA_FIELD_NUMBER: _builtins.int
     MEDIA_INFO_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """In every message."""
     text: _builtins.str
@@ -118,6 +119,10 @@ class GenerateResponse(_message.Message):
     def finish(self) -> _output_pb2.CallFinish:
         """In the last message."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_output_pb2.TokenLogprob]:
+        """One for each of `token_ids`, if `sampling.logprobs` asked for them."""
+
     def __init__(
         self,
         *,
@@ -127,10 +132,11 @@ class GenerateResponse(_message.Message):
         media: _builtins.bytes = ...,
         media_info: _output_pb2.MediaInfo | None = ...,
         finish: _output_pb2.CallFinish | None = ...,
+        logprobs: _abc.Iterable[_output_pb2.TokenLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "media_info", b"media_info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "media", b"media", "media_info", b"media_info", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logprobs", b"logprobs", "media", b"media", "media_info", b"media_info", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

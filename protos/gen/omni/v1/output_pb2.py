@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14omni/v1/output.proto\x12\x07omni.v1\"H\n\tMediaInfo\x12\x11\n\tmime_type\x18\x01 \x01(\t\x12\x16\n\x0esample_rate_hz\x18\x02 \x01(\r\x12\x10\n\x08\x63hannels\x18\x03 \x01(\r\"N\n\nCallFinish\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14omni/v1/output.proto\x12\x07omni.v1\"H\n\tMediaInfo\x12\x11\n\tmime_type\x18\x01 \x01(\t\x12\x16\n\x0esample_rate_hz\x18\x02 \x01(\r\x12\x10\n\x08\x63hannels\x18\x03 \x01(\r\"N\n\nCallFinish\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"V\n\x0cTokenLogprob\x12#\n\x05token\x18\x01 \x01(\x0b\x32\x14.omni.v1.TokenChance\x12!\n\x03top\x18\x02 \x03(\x0b\x32\x14.omni.v1.TokenChance\">\n\x0bTokenChance\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,4 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MEDIAINFO']._serialized_end=105
   _globals['_CALLFINISH']._serialized_start=107
   _globals['_CALLFINISH']._serialized_end=185
+  _globals['_TOKENLOGPROB']._serialized_start=187
+  _globals['_TOKENLOGPROB']._serialized_end=273
+  _globals['_TOKENCHANCE']._serialized_start=275
+  _globals['_TOKENCHANCE']._serialized_end=337
 # @@protoc_insertion_point(module_scope)

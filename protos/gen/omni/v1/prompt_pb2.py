@@ -24,25 +24,25 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14omni/v1/prompt.proto\x12\x07omni.v1\"m\n\x06Prompt\x12#\n\x04\x63hat\x18\x01 \x01(\x0b\x32\x13.omni.v1.ChatPromptH\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x06tokens\x18\x03 \x01(\x0b\x32\x14.omni.v1.TokenPromptH\x00\x42\x06\n\x04kind\"4\n\nChatPrompt\x12&\n\x08messages\x18\x01 \x03(\x0b\x32\x14.omni.v1.ChatMessage\"@\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12#\n\x05parts\x18\x02 \x03(\x0b\x32\x14.omni.v1.ContentPart\"J\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12#\n\x05media\x18\x02 \x01(\x0b\x32\x12.omni.v1.MediaPartH\x00\x42\x06\n\x04kind\",\n\tMediaPart\x12\x11\n\tmime_type\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"-\n\rSpeechOptions\x12\r\n\x05voice\x18\x01 \x01(\t\x12\r\n\x05speed\x18\x02 \x01(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14omni/v1/prompt.proto\x12\x07omni.v1\"\xaa\x01\n\x06Prompt\x12#\n\x04\x63hat\x18\x01 \x01(\x0b\x32\x13.omni.v1.ChatPromptH\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x06tokens\x18\x03 \x01(\x0b\x32\x14.omni.v1.TokenPromptH\x00\x12\x10\n\x08\x62ot_task\x18\x04 \x01(\t\x12\x17\n\x0fnegative_prompt\x18\x05 \x01(\t\x12\x10\n\x08language\x18\x06 \x01(\tB\x06\n\x04kind\"4\n\nChatPrompt\x12&\n\x08messages\x18\x01 \x03(\x0b\x32\x14.omni.v1.ChatMessage\"@\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12#\n\x05parts\x18\x02 \x03(\x0b\x32\x14.omni.v1.ContentPart\"J\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12#\n\x05media\x18\x02 \x01(\x0b\x32\x12.omni.v1.MediaPartH\x00\x42\x06\n\x04kind\",\n\tMediaPart\x12\x11\n\tmime_type\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"C\n\rSpeechOptions\x12\r\n\x05voice\x18\x01 \x01(\t\x12\r\n\x05speed\x18\x02 \x01(\x01\x12\x14\n\x0cinstructions\x18\x03 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'omni.v1.prompt_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PROMPT']._serialized_start=33
-  _globals['_PROMPT']._serialized_end=142
-  _globals['_CHATPROMPT']._serialized_start=144
-  _globals['_CHATPROMPT']._serialized_end=196
-  _globals['_CHATMESSAGE']._serialized_start=198
-  _globals['_CHATMESSAGE']._serialized_end=262
-  _globals['_CONTENTPART']._serialized_start=264
-  _globals['_CONTENTPART']._serialized_end=338
-  _globals['_MEDIAPART']._serialized_start=340
-  _globals['_MEDIAPART']._serialized_end=384
-  _globals['_TOKENPROMPT']._serialized_start=386
-  _globals['_TOKENPROMPT']._serialized_end=418
-  _globals['_SPEECHOPTIONS']._serialized_start=420
-  _globals['_SPEECHOPTIONS']._serialized_end=465
+  _globals['_PROMPT']._serialized_start=34
+  _globals['_PROMPT']._serialized_end=204
+  _globals['_CHATPROMPT']._serialized_start=206
+  _globals['_CHATPROMPT']._serialized_end=258
+  _globals['_CHATMESSAGE']._serialized_start=260
+  _globals['_CHATMESSAGE']._serialized_end=324
+  _globals['_CONTENTPART']._serialized_start=326
+  _globals['_CONTENTPART']._serialized_end=400
+  _globals['_MEDIAPART']._serialized_start=402
+  _globals['_MEDIAPART']._serialized_end=446
+  _globals['_TOKENPROMPT']._serialized_start=448
+  _globals['_TOKENPROMPT']._serialized_end=480
+  _globals['_SPEECHOPTIONS']._serialized_start=482
+  _globals['_SPEECHOPTIONS']._serialized_end=549
 # @@protoc_insertion_point(module_scope)

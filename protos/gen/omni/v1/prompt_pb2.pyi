@@ -27,8 +27,17 @@ class Prompt(_message.Message):
     CHAT_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    BOT_TASK_FIELD_NUMBER: _builtins.int
+    NEGATIVE_PROMPT_FIELD_NUMBER: _builtins.int
+    LANGUAGE_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Plain text."""
+    bot_task: _builtins.str
+    """What an image model shall do with it, in the model's own words: "think", "recaption", … Empty: its default."""
+    negative_prompt: _builtins.str
+    """What an image shall not show. Empty: nothing in particular."""
+    language: _builtins.str
+    """Language of speech that is to be written down, ISO 639-1. Empty: the model finds out."""
     @_builtins.property
     def chat(self) -> Global___ChatPrompt:
         """A conversation; the engine applies its chat template."""
@@ -43,10 +52,13 @@ class Prompt(_message.Message):
         chat: Global___ChatPrompt | None = ...,
         text: _builtins.str = ...,
         tokens: Global___TokenPrompt | None = ...,
+        bot_task: _builtins.str = ...,
+        negative_prompt: _builtins.str = ...,
+        language: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "kind", b"kind", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "kind", b"kind", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bot_task", b"bot_task", "chat", b"chat", "kind", b"kind", "language", b"language", "negative_prompt", b"negative_prompt", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["chat", "text", "tokens"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
@@ -194,19 +206,23 @@ class SpeechOptions(_message.Message):
 
     VOICE_FIELD_NUMBER: _builtins.int
     SPEED_FIELD_NUMBER: _builtins.int
+    INSTRUCTIONS_FIELD_NUMBER: _builtins.int
     voice: _builtins.str
     """Voice name; empty or "default" takes the model's own."""
     speed: _builtins.float
     """0.25 to 4; 0 takes 1."""
+    instructions: _builtins.str
+    """How to say it, for people: "whisper". Empty: as the model does by itself."""
     def __init__(
         self,
         *,
         voice: _builtins.str = ...,
         speed: _builtins.float = ...,
+        instructions: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["speed", b"speed", "voice", b"voice"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instructions", b"instructions", "speed", b"speed", "voice", b"voice"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

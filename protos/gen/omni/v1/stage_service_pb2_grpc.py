@@ -58,6 +58,16 @@ class StageServiceStub:
                 request_serializer=omni_dot_v1_dot_stage__service__pb2.ControlRequest.SerializeToString,
                 response_deserializer=omni_dot_v1_dot_stage__service__pb2.ControlResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/omni.v1.StageService/Tokenize',
+                request_serializer=omni_dot_v1_dot_stage__service__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=omni_dot_v1_dot_stage__service__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/omni.v1.StageService/Detokenize',
+                request_serializer=omni_dot_v1_dot_stage__service__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=omni_dot_v1_dot_stage__service__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.GetStageInfo = channel.unary_unary(
                 '/omni.v1.StageService/GetStageInfo',
                 request_serializer=omni_dot_v1_dot_stage__service__pb2.GetStageInfoRequest.SerializeToString,
@@ -106,6 +116,20 @@ class StageServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """Tokenize tells what a prompt is to this stage's model. UNIMPLEMENTED where the engine has no tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Detokenize tells the text of tokens. UNIMPLEMENTED where the engine has no tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStageInfo(self, request, context):
         """GetStageInfo tells what this replica is.
         """
@@ -135,6 +159,16 @@ def add_StageServiceServicer_to_server(servicer, server):
                     servicer.Control,
                     request_deserializer=omni_dot_v1_dot_stage__service__pb2.ControlRequest.FromString,
                     response_serializer=omni_dot_v1_dot_stage__service__pb2.ControlResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=omni_dot_v1_dot_stage__service__pb2.TokenizeRequest.FromString,
+                    response_serializer=omni_dot_v1_dot_stage__service__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=omni_dot_v1_dot_stage__service__pb2.DetokenizeRequest.FromString,
+                    response_serializer=omni_dot_v1_dot_stage__service__pb2.DetokenizeResponse.SerializeToString,
             ),
             'GetStageInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStageInfo,
@@ -254,6 +288,60 @@ class StageService:
             '/omni.v1.StageService/Control',
             omni_dot_v1_dot_stage__service__pb2.ControlRequest.SerializeToString,
             omni_dot_v1_dot_stage__service__pb2.ControlResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/omni.v1.StageService/Tokenize',
+            omni_dot_v1_dot_stage__service__pb2.TokenizeRequest.SerializeToString,
+            omni_dot_v1_dot_stage__service__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/omni.v1.StageService/Detokenize',
+            omni_dot_v1_dot_stage__service__pb2.DetokenizeRequest.SerializeToString,
+            omni_dot_v1_dot_stage__service__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,6 +55,10 @@ class StageServiceStub:
     """Control runs an engine method that is not a request. UNIMPLEMENTED where the engine has no such thing,
     FAILED_PRECONDITION for another claim and while the engine loads.
     """
+    Tokenize: _grpc.UnaryUnaryMultiCallable[_stage_service_pb2.TokenizeRequest, _stage_service_pb2.TokenizeResponse]
+    """Tokenize tells what a prompt is to this stage's model. UNIMPLEMENTED where the engine has no tokens."""
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_stage_service_pb2.DetokenizeRequest, _stage_service_pb2.DetokenizeResponse]
+    """Detokenize tells the text of tokens. UNIMPLEMENTED where the engine has no tokens."""
     GetStageInfo: _grpc.UnaryUnaryMultiCallable[_stage_service_pb2.GetStageInfoRequest, _stage_service_pb2.GetStageInfoResponse]
     """GetStageInfo tells what this replica is."""
 
@@ -85,6 +89,10 @@ class StageServiceAsyncStub(StageServiceStub):
     """Control runs an engine method that is not a request. UNIMPLEMENTED where the engine has no such thing,
     FAILED_PRECONDITION for another claim and while the engine loads.
     """
+    Tokenize: _aio.UnaryUnaryMultiCallable[_stage_service_pb2.TokenizeRequest, _stage_service_pb2.TokenizeResponse]  # type: ignore[assignment]
+    """Tokenize tells what a prompt is to this stage's model. UNIMPLEMENTED where the engine has no tokens."""
+    Detokenize: _aio.UnaryUnaryMultiCallable[_stage_service_pb2.DetokenizeRequest, _stage_service_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    """Detokenize tells the text of tokens. UNIMPLEMENTED where the engine has no tokens."""
     GetStageInfo: _aio.UnaryUnaryMultiCallable[_stage_service_pb2.GetStageInfoRequest, _stage_service_pb2.GetStageInfoResponse]  # type: ignore[assignment]
     """GetStageInfo tells what this replica is."""
 
@@ -136,6 +144,22 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         """Control runs an engine method that is not a request. UNIMPLEMENTED where the engine has no such thing,
         FAILED_PRECONDITION for another claim and while the engine loads.
         """
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _stage_service_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_stage_service_pb2.TokenizeResponse, _abc.Awaitable[_stage_service_pb2.TokenizeResponse]]:
+        """Tokenize tells what a prompt is to this stage's model. UNIMPLEMENTED where the engine has no tokens."""
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _stage_service_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_stage_service_pb2.DetokenizeResponse, _abc.Awaitable[_stage_service_pb2.DetokenizeResponse]]:
+        """Detokenize tells the text of tokens. UNIMPLEMENTED where the engine has no tokens."""
 
     @_abc_1.abstractmethod
     def GetStageInfo(
