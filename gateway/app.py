@@ -9,6 +9,10 @@ from collections.abc import Sequence
 
 import grpc.aio
 
+from gateway.access.calls import KeyInterceptor
+from gateway.access.control import AccessControl
+from gateway.access.cors import Cors
+from gateway.access.http import HttpAccess
 from gateway.admission import Admission
 from gateway.config import GatewayConfig
 from gateway.control_plane_watch import ControlPlaneWatch
@@ -48,6 +52,7 @@ class Gateway:
         self._security = Security(config, serves=Role.GATEWAY)
         self._security.check_listen("--grpc", config.grpc)
         self._security.check_dial("--control-plane", config.control_plane)
+        self.access = AccessControl(config.api_keys, trusted=is_loopback(config.http))
         self._https = https_context(config.http_tls_cert, config.http_tls_key)
         if self._https is None and not is_loopback(config.http):
             _log.warning("HTTP without TLS beyond loopback: what clients send can be read on the way", http=config.http)
@@ -85,7 +90,12 @@ class Gateway:
             keepalive_s=self.config.keepalive_s,
         )
         startup = StartupGate(self.router, wait=self.config.wait_for_planned_replicas)
-        app = GatewayApp(HttpService(self.orchestrator, self.router, self.metrics, limits, startup))
+        access = HttpAccess(
+            self.access,
+            Cors(self.config.cors_origin) if self.config.cors_origin else None,
+            metrics_need_key=self.config.metrics_need_key,
+        )
+        app = GatewayApp(HttpService(self.orchestrator, self.router, self.metrics, limits, startup, access))
         http_host, http_port = configuration.split_host_port(self.config.http)
         self._http = HttpServer(app, http_host, http_port, tls=self._https)
         grpc_host, grpc_port = configuration.split_host_port(self.config.grpc)
@@ -95,7 +105,7 @@ class Gateway:
             host=grpc_host,
             port=grpc_port,
             credentials=self._security.server_credentials(),
-            interceptors=self._security.interceptors(),
+            interceptors=self._interceptors(),
         )
         self.watch.start()
         await self._http.start()
@@ -121,6 +131,11 @@ class Gateway:
         await self.orchestrator.close()
         await self.watch.close()
         await self.router.close()
+
+    def _interceptors(self) -> tuple[rpc.Interceptor, ...]:
+        domain = self.config.tls_domain if self._security.encrypted else ""
+        own = (KeyInterceptor(self.access, tls_domain=domain),) if self.access.wants_keys else ()
+        return (*self._security.interceptors(), *own)
 
     def _add_servicers(self, server: grpc.aio.Server) -> None:
         inference = InferenceServicer(

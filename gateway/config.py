@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from gateway.access import cors
 from gateway.balancers import POLICIES
 from omnicore.config import host_port, host_ports, not_negative, option, positive
 from omnicore.process import ProcessConfig
@@ -22,6 +23,13 @@ class GatewayConfig(ProcessConfig, SecurityConfig):
     grpc: str = option("127.0.0.1:8001", help="gRPC address, host:port; port 0 takes any free one", check=host_port)
     http_tls_cert: str = option("", help="PEM file of the certificate that makes HTTP HTTPS; goes with --http-tls-key")
     http_tls_key: str = option("", help="PEM file of its private key")
+    api_keys: str = option(
+        "", help="file of API keys, one JSON object a line ('omnictl api-key' makes them); empty: no key is asked for"
+    )
+    metrics_need_key: bool = option(False, help="GET /metrics needs a key with the role read as well")
+    cors_origin: tuple[str, ...] = option(
+        (), help="origins whose web pages may use the HTTP API, comma-separated; * for all", check=cors.origins
+    )
     balancing_policy: str = option("power-of-two", help="how a stage's replica is chosen", choices=POLICIES)
     route_wait_s: float = option(
         10.0, help="how long a request waits for a routable replica, seconds", check=not_negative

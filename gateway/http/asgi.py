@@ -16,6 +16,7 @@ from gateway.http.probes import Probes
 from gateway.http.service import HttpService
 from gateway.http.speech import SpeechEndpoint
 from omnicore import errors
+from omnicore.api_keys import KeyRole
 from omnicore.log import get_logger
 
 _log = get_logger(__name__)
@@ -28,17 +29,19 @@ class GatewayApp:
 
     def __init__(self, service: HttpService) -> None:
         probes = Probes(service)
+        guard = service.access.guard
+        self._access = service.access
         self._tasks: set[asyncio.Task[None]] = set()
         self._router = Router(
             [
-                self._route("/v1/chat/completions", ChatEndpoint(service), "POST"),
-                self._route("/v1/completions", CompletionEndpoint(service), "POST"),
-                self._route("/v1/audio/speech", SpeechEndpoint(service), "POST"),
-                self._route("/v1/models", probes.models, "GET"),
-                self._route("/v1/models/{model:path}", probes.model, "GET"),
+                self._route("/v1/chat/completions", guard(ChatEndpoint(service), KeyRole.CLIENT), "POST"),
+                self._route("/v1/completions", guard(CompletionEndpoint(service), KeyRole.CLIENT), "POST"),
+                self._route("/v1/audio/speech", guard(SpeechEndpoint(service), KeyRole.CLIENT), "POST"),
+                self._route("/v1/models", guard(probes.models, KeyRole.READ), "GET"),
+                self._route("/v1/models/{model:path}", guard(probes.model, KeyRole.READ), "GET"),
                 self._route("/health", probes.health, "GET"),
                 self._route("/ready", probes.ready, "GET"),
-                self._route("/metrics", probes.metrics, "GET"),
+                self._route("/metrics", service.access.guard_metrics(probes.metrics), "GET"),
             ],
             redirect_slashes=False,
         )
@@ -50,6 +53,9 @@ class GatewayApp:
             await self._router(scope, receive, send)
         except HTTPException as refused:
             exchange = Exchange(scope, receive, send, self._tasks)
+            if self._access.arrive(exchange):
+                await self._answer(exchange, self._access.preflight)
+                return
             what = f"{scope['method']} {scope['path']}"
             headers = tuple((k.lower().encode(), v.encode()) for k, v in (refused.headers or {}).items())
             if refused.status_code == 405:
@@ -64,17 +70,22 @@ class GatewayApp:
     def _route(self, path: str, handler: Handler, method: str) -> Route:
         async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
             exchange = Exchange(scope, receive, send, self._tasks)
-            try:
-                await handler(exchange)
-            except Exception as error:
-                typed = errors.from_exception(error)
-                if typed is not error:
-                    _log.exception("request failed", path=path)
-                if exchange.started:
-                    raise  # all that is left is to break the connection, which the server does
-                await exchange.error(typed)
+            self._access.arrive(exchange)
+            await self._answer(exchange, handler)
 
         return Route(path, _Asgi(endpoint), methods=[method])
+
+    @staticmethod
+    async def _answer(exchange: Exchange, handler: Handler) -> None:
+        try:
+            await handler(exchange)
+        except Exception as error:
+            typed = errors.from_exception(error)
+            if typed is not error:
+                _log.exception("request failed", path=exchange.path)
+            if exchange.started:
+                raise  # all that is left is to break the connection, which the server does
+            await exchange.error(typed)
 
 
 class _Asgi:

@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope, Send
 
+from gateway.access.control import ANYBODY
 from gateway.request import RequestState
 from omnicore import errors
 
@@ -23,13 +24,17 @@ _JSON = (b"content-type", b"application/json")
 class Exchange:
     """What a handler works with."""
 
-    __slots__ = ("_receive", "_send", "_tasks", "id", "request_id", "scope", "started")
+    __slots__ = ("_receive", "_send", "_tasks", "caller", "extra_headers", "id", "request_id", "scope", "started")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, tasks: set[asyncio.Task[None]]) -> None:
         """``tasks`` keeps what runs beside the handler alive; it belongs to the application."""
         self.scope = scope
         self.started = False
         """The status line has been sent."""
+        self.caller = ANYBODY
+        """Whose key it came with, once that is known."""
+        self.extra_headers: tuple[tuple[bytes, bytes], ...] = ()
+        """Of the response, whatever it is."""
         self._receive = receive
         self._send = send
         self._tasks = tasks
@@ -40,6 +45,16 @@ class Exchange:
         for key, value in scope["headers"]:
             if key == b"x-request-id" and 0 < len(value) <= 256 and _PRINTABLE.fullmatch(value):
                 self.request_id = bytes(value)
+
+    @property
+    def method(self) -> str:
+        """The HTTP method."""
+        return str(self.scope["method"])
+
+    @property
+    def path(self) -> str:
+        """Of the URL, decoded."""
+        return str(self.scope["path"])
 
     def header(self, name: bytes) -> bytes:
         """A request header, empty if absent. ``name`` in lower case."""
@@ -104,7 +119,7 @@ class Exchange:
             {
                 "type": "http.response.start",
                 "status": status,
-                "headers": [*headers, (b"x-request-id", self.request_id)],
+                "headers": [*headers, (b"x-request-id", self.request_id), *self.extra_headers],
             }
         )
 
@@ -124,6 +139,8 @@ class Exchange:
     async def error(self, error: errors.OmniError, status: int | None = None, headers: Headers = ()) -> None:
         """Send an error, as OpenAI's API does."""
         extra = list(headers)
+        if isinstance(error, errors.UnauthenticatedError):
+            extra.append((b"www-authenticate", b"Bearer"))
         if error.retry_after_s is not None:
             extra.append((b"retry-after", b"%d" % max(1, round(error.retry_after_s))))
         await self.json(error_body(error), status or http_status(error), extra)

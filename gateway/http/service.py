@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from gateway.access.http import HttpAccess
 from gateway.graph import PipelineGraph
 from gateway.http.exchange import Exchange
 from gateway.metrics import GatewayMetrics
@@ -36,6 +37,7 @@ class HttpService:
     metrics: GatewayMetrics
     limits: HttpLimits
     startup: StartupGate
+    access: HttpAccess = dataclasses.field(default_factory=HttpAccess)
 
     @property
     def pipelines(self) -> Mapping[str, PipelineGraph]:
