@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
 
 from connectors.base import ConnectorUsage
 from omni.v1 import types_pb2
+from omnicore.errors import UnavailableError, from_exception
 from stage_worker.engine import Engine
+
+_POLL_S = 0.05  # while a probe is out: output counts as well
+
+
+class EngineDiedError(UnavailableError):
+    """The engine said that it will never make progress again."""
+
+    default_reason = "ENGINE_DEAD"
 
 
 class Progress:
@@ -41,3 +51,43 @@ class LoadSource:
         report.inflight_transfers = usage.handles
         report.outputs_total = self._progress.outputs
         return report
+
+
+class Vitality:
+    """Tells that the engine has made progress: by output, or by an answered probe. All who ask at a time share one
+    probe. Beats to the control plane and to gateways say nothing else."""
+
+    def __init__(self, progress: Progress, load: LoadSource, probe: Callable[[], Awaitable[None]]) -> None:
+        """``probe`` is the engine's."""
+        self._progress = progress
+        self._load = load
+        self._probe = probe
+        self._probing: asyncio.Future[None] | None = None
+        self._asking = 0
+
+    @property
+    def outputs(self) -> int:
+        """Outputs so far."""
+        return self._progress.outputs
+
+    async def shown(self, outputs: int) -> int:
+        """Return the count of outputs once it is no longer ``outputs``, or a probe was answered; at once while the
+        engine loads and cannot be asked. Waits while the engine hangs. Raises ``EngineDiedError``."""
+        if self._load.started and self._progress.outputs == outputs:
+            # One that is out already will do: its answer, when it comes, says that the engine lives then.
+            if self._probing is None or self._probing.done():
+                self._probing = asyncio.ensure_future(self._probe())
+            probing = self._probing
+            self._asking += 1
+            try:
+                while not probing.done() and self._progress.outputs == outputs:
+                    await asyncio.wait([probing], timeout=_POLL_S)
+                if probing.done():
+                    probing.result()
+            except Exception as error:
+                raise EngineDiedError(f"the engine has died: {from_exception(error).message}") from error
+            finally:
+                self._asking -= 1
+                if not self._asking:
+                    probing.cancel()
+        return self._progress.outputs

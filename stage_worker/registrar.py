@@ -9,7 +9,7 @@ beats in STARTING say only that the process lives, and the engine's start has a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Protocol
 
 import grpc.aio
@@ -23,14 +23,13 @@ from omnicore.errors import (
     OmniError,
     PermissionDeniedError,
     UnauthenticatedError,
-    UnavailableError,
     from_exception,
     from_rpc_error,
 )
 from omnicore.log import get_logger
 from stage_worker.control_plane_client import AWAY, ControlPlaneClient
 from stage_worker.identity import Identity, replica_name
-from stage_worker.progress import LoadSource, Progress
+from stage_worker.progress import LoadSource, Vitality
 
 _log = get_logger(__name__)
 
@@ -42,13 +41,6 @@ DEREGISTER_TIMEOUT_S = 2.0
 # A token that was rotated out, or a certificate without the role, must not end a worker that serves: it asks again
 # until its files, or the control plane's, are put right.
 _AWAY_OR_UNTRUSTED = (*AWAY, UnauthenticatedError, PermissionDeniedError)
-_PROGRESS_POLL_S = 0.05  # while a probe is out: output counts as well
-
-
-class EngineDiedError(UnavailableError):
-    """The engine said that it will never make progress again."""
-
-    default_reason = "ENGINE_DEAD"
 
 
 class DirectiveHandler(Protocol):
@@ -68,8 +60,8 @@ class DirectiveHandler(Protocol):
 
 
 class Registrar:
-    """The claim of one worker. ``describe`` builds the registration; ``probe`` is the engine's;
-    ``preferred_replica_id`` is the one to ask for first."""
+    """The claim of one worker. ``describe`` builds the registration; ``preferred_replica_id`` is the one to ask for
+    first."""
 
     def __init__(
         self,
@@ -77,8 +69,7 @@ class Registrar:
         identity: Identity,
         *,
         describe: Callable[[], pb.RegisterRequest],
-        probe: Callable[[], Awaitable[None]],
-        progress: Progress,
+        vitality: Vitality,
         load: LoadSource,
         handler: DirectiveHandler,
         preferred_replica_id: int | None = None,
@@ -87,8 +78,7 @@ class Registrar:
         self._preferred_replica_id = preferred_replica_id
         self._identity = identity
         self._describe = describe
-        self._probe = probe
-        self._progress = progress
+        self._vitality = vitality
         self._load = load
         self._handler = handler
         self._state: types_pb2.ReplicaState.ValueType = types_pb2.REPLICA_STATE_STARTING
@@ -180,7 +170,7 @@ class Registrar:
         offers: list[types_pb2.ConnectorOffer] = []
         try:
             while True:
-                await self._progress_made()
+                self._outputs_at_beat = await self._vitality.shown(self._outputs_at_beat)
                 if self._leaving.is_set():
                     await asyncio.get_running_loop().create_future()
                 self._kick.clear()
@@ -260,21 +250,6 @@ class Registrar:
             self._handler.on_stop(error.message)
             return False
         return True
-
-    async def _progress_made(self) -> None:
-        """Return once the engine has shown progress since the last beat."""
-        if self._load.started and self._progress.outputs == self._outputs_at_beat:
-            probe = asyncio.ensure_future(self._probe())
-            try:
-                while not probe.done() and self._progress.outputs == self._outputs_at_beat:
-                    await asyncio.wait([probe], timeout=_PROGRESS_POLL_S)
-                if probe.done():
-                    probe.result()
-            except Exception as error:
-                raise EngineDiedError(f"the engine has died: {from_exception(error).message}") from error
-            finally:
-                probe.cancel()
-        self._outputs_at_beat = self._progress.outputs
 
     def _request(self) -> pb.RegisterRequest:
         request = self._describe()

@@ -15,13 +15,15 @@ from typing import NamedTuple
 from omni.v1 import stage_service_pb2 as pb
 from omni.v1 import types_pb2
 from omnicore.clock import Clock
+from omnicore.durations import to_seconds
 from omnicore.errors import AlreadyExistsError, InvalidRequestError, OmniError, RequestCancelledError, UnavailableError
 from omnicore.log import get_logger
+from stage_worker.beats import Beats
 from stage_worker.calls import WorkerParts
 from stage_worker.flows import Outbox
 from stage_worker.frames import FrameWriter
 from stage_worker.outputs import Published, free_published
-from stage_worker.progress import LoadSource
+from stage_worker.progress import LoadSource, Vitality
 from stage_worker.runner import CallRunner
 
 _log = get_logger(__name__)
@@ -63,14 +65,19 @@ class _CallSink:
 
 
 class Session:
-    """Calls and frames of one gateway. ``parts`` is the worker, ``name`` the gateway for logs."""
+    """Calls and frames of one gateway. ``parts`` is the worker, ``hello`` what the gateway said first."""
 
-    def __init__(self, parts: WorkerParts, load: LoadSource, clock: Clock, name: str) -> None:
-        self.name = name
+    def __init__(
+        self, parts: WorkerParts, load: LoadSource, vitality: Vitality, clock: Clock, hello: pb.SessionHello
+    ) -> None:
+        self.name = hello.gateway_id
         self.writer: FrameWriter[pb.SessionResponse] = FrameWriter(pb.SessionResponse, self._complete_frame)
         self._parts = parts
         self._load = load
         self._clock = clock
+        self._beats: Beats | None = None
+        if hello.HasField("beat_interval"):
+            self._beats = Beats(to_seconds(hello.beat_interval), vitality, self.writer.touch)
         self._calls: dict[int, CallRunner] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._lingering: collections.OrderedDict[int, _Left] = collections.OrderedDict()
@@ -101,6 +108,8 @@ class Session:
             task = asyncio.create_task(runner.run(), name=f"call-{call.request_id}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+        if self._calls and self._beats is not None:
+            self._beats.start()
 
     def abort_calls(self, call_ids: Sequence[int]) -> None:
         """Abort calls. One that has ended gives up what its consumers have not fetched."""
@@ -121,6 +130,8 @@ class Session:
             self._lingering[call_id] = left
             if len(self._lingering) > _MOST_LINGERING:
                 self._lingering.popitem(last=False)
+        if not self._calls and self._beats is not None:
+            self._beats.stop()
         self._maybe_close()
 
     def note_change(self) -> None:
@@ -162,6 +173,8 @@ class Session:
         if self._calls:
             _log.info("session ended with calls", gateway=self.name, calls=len(self._calls))
         self.writer.close()
+        if self._beats is not None:
+            self._beats.stop()
         for call in list(self._calls.values()):
             call.abort(RequestCancelledError("the gateway's session broke", reason="SESSION_BROKEN"))
 
@@ -181,7 +194,10 @@ class Session:
 
     def _send_load(self) -> None:
         self._load_timer = None
-        self.writer.touch()
+        if self._beats is not None and self._beats.running:
+            self._beats.ask()
+        else:
+            self.writer.touch()
 
     def _complete_frame(self, frame: pb.SessionResponse) -> None:
         """Just before a frame leaves: welcome, load, draining."""
@@ -189,6 +205,8 @@ class Session:
             self._welcome_due = False
             frame.welcome.replica.CopyFrom(self._parts.identity.current)
         frame.draining = self._parts.calls.draining
+        if self._beats is not None:
+            self._beats.frame_left()
         now_s = self._clock.monotonic()
         if now_s < self._load_due_s:
             return

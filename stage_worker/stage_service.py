@@ -22,10 +22,11 @@ from omnicore.errors import (
 )
 from omnicore.log import get_logger
 from omnicore.rpc import ServicerContext
+from stage_worker.beats import check_interval
 from stage_worker.calls import WorkerParts
 from stage_worker.engine import Tokenizing
 from stage_worker.frames import FrameWriter
-from stage_worker.progress import LoadSource
+from stage_worker.progress import LoadSource, Vitality
 from stage_worker.rpc_end import on_done
 from stage_worker.runner import CallRunner
 from stage_worker.session import Session
@@ -83,6 +84,7 @@ class StageServicer(pb_grpc.StageServiceServicer):
         parts: WorkerParts,
         sessions: SessionSet,
         load: LoadSource,
+        vitality: Vitality,
         clock: Clock,
         describe: Callable[[], types_pb2.Replica],
         on_control: Callable[[types_pb2.ControlMethod.ValueType], Awaitable[None]],
@@ -90,6 +92,7 @@ class StageServicer(pb_grpc.StageServiceServicer):
         self._parts = parts
         self._sessions = sessions
         self._load = load
+        self._vitality = vitality
         self._clock = clock
         self._describe = describe
         self._on_control = on_control
@@ -99,7 +102,7 @@ class StageServicer(pb_grpc.StageServiceServicer):
     ) -> AsyncIterator[pb.SessionResponse]:
         """Multiplex the calls of one gateway."""
         first = await self._hello(request_iterator)
-        session = Session(self._parts, self._load, self._clock, first.hello.gateway_id)
+        session = Session(self._parts, self._load, self._vitality, self._clock, first.hello)
         self._sessions.add(session)
         # A generator that is not resumed does not run its `finally`; this does, however the stream ends.
         on_done(context, lambda: self._sessions.end(session))
@@ -124,6 +127,7 @@ class StageServicer(pb_grpc.StageServiceServicer):
             raise InvalidRequestError.field("hello", "the first frame of a session must have it") from None
         if not first.HasField("hello"):
             raise InvalidRequestError.field("hello", "the first frame of a session must have it")
+        check_interval(first.hello)
         await self._parts.identity.check_settled(first.hello.replica)
         return first
 

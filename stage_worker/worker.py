@@ -41,7 +41,7 @@ from stage_worker.engines import create_engine
 from stage_worker.flows import FlowTable
 from stage_worker.identity import Identity
 from stage_worker.links import PeerLinks
-from stage_worker.progress import LoadSource, Progress
+from stage_worker.progress import LoadSource, Progress, Vitality
 from stage_worker.reading import Reads
 from stage_worker.ready_inputs import Releaser
 from stage_worker.registrar import Registrar
@@ -91,6 +91,7 @@ class Worker:
         self.parts.calls.refusal = UnavailableError("this replica is still loading", reason="STARTING")
         engine, connectors, progress = self.parts.engine, self.parts.connectors, self.parts.progress
         self.load = LoadSource(engine, connectors.usage, lambda: len(self.parts.calls), progress)
+        self.vitality = Vitality(progress, self.load, engine.probe)
         self.sessions = SessionSet()
         self._drain_limit = to_duration(min(config.drain_timeout_s, _MAX_DRAIN_LIMIT_S))
         self.drain = Drain(self.parts.calls, self.parts.flows, self.sessions, clock, limit_s=config.drain_timeout_s)
@@ -98,8 +99,7 @@ class Worker:
             client,
             self.identity,
             describe=self._registration,
-            probe=engine.probe,
-            progress=progress,
+            vitality=self.vitality,
             load=self.load,
             handler=self,
             preferred_replica_id=config.preferred_replica_id if config.preferred_replica_id >= 0 else None,
@@ -284,7 +284,9 @@ class Worker:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _add_servicers(self, server: grpc.aio.Server) -> None:
-        stage = StageServicer(self.parts, self.sessions, self.load, self._clock, self.describe, self._on_control)
+        stage = StageServicer(
+            self.parts, self.sessions, self.load, self.vitality, self._clock, self.describe, self._on_control
+        )
         stage_service_pb2_grpc.add_StageServiceServicer_to_server(stage, server)
         transfer_service_pb2_grpc.add_TransferServiceServicer_to_server(self.transfer, server)
 

@@ -130,8 +130,10 @@ class Session:
         self._writing = asyncio.Lock()
         self.stream = pb_grpc.StageServiceStub(self._channel).Session(None)
 
-    async def open(self, replica: types_pb2.ReplicaRef | None = None) -> None:
+    async def open(self, replica: types_pb2.ReplicaRef | None = None, beat_s: float = 0.0) -> None:
         hello = pb.SessionHello(gateway_id="test", replica=replica or self.worker.identity.current)
+        if beat_s:
+            hello.beat_interval.FromNanoseconds(int(beat_s * 1e9))
         await self.stream.write(pb.SessionRequest(hello=hello))
         self._reader = asyncio.create_task(self._read())
 

@@ -365,3 +365,50 @@ async def test_an_unreachable_producer_fails_the_call_by_name() -> None:
         async with rpc.channel(consumer.identity.endpoint) as channel:
             await pb_grpc.StageServiceStub(channel).Abort(pb.StageServiceAbortRequest(request_id="r"))
         await assert_empty([consumer])
+
+
+async def test_beats_come_while_a_call_runs_and_stop_when_the_engine_hangs() -> None:
+    options = {"tokens": 10_000, "ttft_ms": 1, "step_ms": 2, "hang_after_tokens": 40}
+    async with local_worker(pipeline(options), 0) as worker:
+        session = Session(worker)
+        await session.open(beat_s=0.05)
+        waiting = call("waits", inputs=[])
+        waiting.prompt.text = "x"
+        (slow,) = await session.begin(waiting)
+        await slow.first.wait()
+        await wait_until(lambda: len(slow.events) >= 40, what="the hang")
+        frames = len(session.frames)
+        (other,) = await session.begin(call("behind", "x"))  # changes the load, which must not look like life
+        await asyncio.sleep(0.5)  # not a wait: room for ten beats that must not come
+        assert len(session.frames) <= frames + 2, "at most what was on its way"
+        await session.abort(1, 2)
+        for done in (slow, other):
+            assert isinstance((await done.wait()).error, RequestCancelledError), "an abort is answered all the same"
+        await session.close()
+        await assert_empty([worker])
+
+
+async def test_a_call_that_waits_for_its_input_is_heard_of_and_no_beat_leaves_without_one() -> None:
+    plan = pipeline()
+    async with local_worker(plan, 0) as producer, local_worker(plan, 1) as worker:
+        session = Session(worker)
+        await session.open(beat_s=0.05)
+        (waits,) = await session.begin(call("r", emit=False, inputs=[flow_in(producer)]))  # whose producer never comes
+        await wait_until(lambda: sum(frame == pb.SessionResponse() for frame in session.frames) >= 3, what="beats")
+        assert not waits.events
+        await session.abort(1)
+        await waits.wait()
+        await wait_until(
+            lambda: [f.load.queue_length for f in session.frames if f.HasField("load")][-1:] == [0], what="idle load"
+        )
+        frames = len(session.frames)
+        await asyncio.sleep(0.3)  # not a wait: room for six beats that must not come
+        assert len(session.frames) <= frames + 1
+        await session.close()
+        hello = pb.SessionHello(replica=worker.identity.current, beat_interval=duration_pb2.Duration())
+        async with rpc.channel(worker.identity.endpoint) as channel:
+            stream = pb_grpc.StageServiceStub(channel).Session(None)
+            await stream.write(pb.SessionRequest(hello=hello))
+            with pytest.raises(grpc.aio.AioRpcError, match="beat_interval"):
+                await stream.read()
+        await assert_empty([producer, worker])
