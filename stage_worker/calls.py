@@ -50,6 +50,8 @@ class CallTable:
         """Set while no new call may begin: starting, asleep or draining."""
         self.draining = False
         """True once no call will ever begin again."""
+        self.features: frozenset[str] = frozenset()
+        """Of the engine, once it has started."""
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -114,8 +116,23 @@ class WorkerParts:
             "prompt",
             "required where the request enters; elsewhere inputs",
         )
+        self._check_features(call)
         self._check_inputs(call)
         self._check_outputs(call)
+
+    def _check_features(self, call: stage_service_pb2.StageCall) -> None:
+        """What many engines cannot do would else be left out in silence."""
+        sampling, prompt = call.sampling, call.prompt
+        asked = [f"sampling.{name}" for name in ("logprobs", "structured_output") if sampling.HasField(name)]
+        if prompt.WhichOneof("kind") is not None:
+            asked += [f"prompt.{name}" for name in ("bot_task", "negative_prompt", "language") if getattr(prompt, name)]
+            if call.speech.instructions:
+                asked.append("speech.instructions")
+        for path in asked:
+            if path.partition(".")[2] not in self.calls.features:
+                raise InvalidRequestError.field(
+                    path, f"the engine of this model ({self.stage.engine}) does not have it", reason="UNSUPPORTED_FIELD"
+                )
 
     def _check_inputs(self, call: stage_service_pb2.StageCall) -> None:
         me = self.stage.stage_id

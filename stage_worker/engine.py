@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from connectors.payload import Payload
 from omni.v1 import pipeline_pb2, prompt_pb2, sampling_pb2, types_pb2
-from omnicore.errors import UnimplementedError
+from omnicore.errors import InvalidRequestError, UnimplementedError
 
 FEATURES = ("logprobs", "structured_output", "bot_task", "negative_prompt", "language", "instructions")
 """What a call may ask for that many engines cannot do: fields of SamplingParams, Prompt and SpeechOptions."""
@@ -187,3 +187,12 @@ def no_such_control(engine: str, method: types_pb2.ControlMethod.ValueType) -> U
     """What an engine raises for a control method that it does not have."""
     name = types_pb2.ControlMethod.Name(method).removeprefix("CONTROL_METHOD_").lower()
     return UnimplementedError(f"engine {engine} has no {name}")
+
+
+def prompt_too_long(tokens: int, limit: int) -> InvalidRequestError:
+    """What an engine raises for a prompt that leaves no room for an answer: it takes ``limit`` tokens at most."""
+    return InvalidRequestError.field(
+        "prompt",
+        f"has {tokens} tokens; this model takes at most {limit}",
+        reason="CONTEXT_LENGTH_EXCEEDED",
+    )

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol, cast
 
 from connectors.payload import Payload
-from omni.v1 import prompt_pb2, stage_service_pb2
+from omni.v1 import output_pb2, prompt_pb2, stage_service_pb2
 from omnicore.errors import (
     DeadlineExceededError,
     InternalError,
@@ -22,7 +22,7 @@ from omnicore.errors import (
 )
 from omnicore.log import get_logger
 from stage_worker.calls import CallKey, WorkerParts
-from stage_worker.engine import EngineOutput, EngineRequest, Finish
+from stage_worker.engine import EngineOutput, EngineRequest, Finish, TokenChance
 from stage_worker.flows import Outbox
 from stage_worker.identity import replica_name
 from stage_worker.links import FlowReader
@@ -287,6 +287,11 @@ def _fill(event: stage_service_pb2.StageEvent, output: EngineOutput, media: byte
         event.text = output.text
     if output.token_ids:
         event.token_ids.extend(output.token_ids)
+    for taken, top in output.logprobs:
+        entry = event.logprobs.add()
+        _fill_chance(entry.token, taken)
+        for chance in top:
+            _fill_chance(entry.top.add(), chance)
     if media:
         event.media = media
     info = output.media_info
@@ -294,3 +299,7 @@ def _fill(event: stage_service_pb2.StageEvent, output: EngineOutput, media: byte
         event.media_info.mime_type = info.mime_type
         event.media_info.sample_rate_hz = info.sample_rate_hz
         event.media_info.channels = info.channels
+
+
+def _fill_chance(chance: output_pb2.TokenChance, made: TokenChance) -> None:
+    chance.token_id, chance.text, chance.logprob = made

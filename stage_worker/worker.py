@@ -195,6 +195,7 @@ class Worker:
                 f"engine {stage.engine!r} failed to start: {type(error).__name__}: {error}", reason="ENGINE_START"
             ) from error
         self._kv_layout = info.kv_layout
+        self.parts.calls.features = info.features
         self.load.started = True
         self.parts.calls.refusal = None
         details = {key.replace(" ", "_"): value for key, value in info.details.items()}

@@ -62,6 +62,7 @@ SIM_KEYS: Final[dict[str, Key]] = {
     "tpot_ms": Key(_MS, "between the outputs of a request", "0"),
     "step_ms": Key(_MS, "one engine step, shared by all running requests", "`tpot_ms`"),
     "tokens": Key(Int(1, 1_000_000), "tokens of an answer (`max_tokens` still limits it)", "48"),
+    "max_model_len": Key(Int(0, 1 << 30), "longest prompt of a text answer, in words; 0: any", "0"),
     "chunks": Key(Int(0, 1_000_000), "outputs for each input; 0: one", "0"),
     "chunk_bytes": Key(Int(4, 1 << 30), "bytes of one tensor chunk", "4096"),
     "seconds_per_chunk": Key(Number(0, 3600), "seconds of audio in one chunk", "0.5"),
@@ -90,6 +91,8 @@ SAMPLING_KEYS: Final[dict[str, Key]] = {
     "skip_special_tokens": Key(Bool(), "leave special tokens out of the text"),
     "num_inference_steps": Key(_COUNT32, "diffusion steps"),
     "guidance_scale": Key(Number(0), "strength of guidance; 0 is fine"),
+    "width": Key(_COUNT32, "pixels of an image"),
+    "height": Key(_COUNT32, "pixels of an image"),
 }
 """Fields of ``SamplingParams``."""
 

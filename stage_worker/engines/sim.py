@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Se
 from typing import Any
 
 from connectors.payload import Payload
-from omni.v1 import pipeline_pb2, sampling_pb2, types_pb2
+from omni.v1 import pipeline_pb2, prompt_pb2, sampling_pb2, types_pb2
 from omnicore.errors import (
     FailedPreconditionError,
     InternalError,
@@ -22,11 +22,22 @@ from omnicore.errors import (
     UnavailableError,
 )
 from stage_worker.chunking import split_sentences
-from stage_worker.engine import EngineInfo, EngineOutput, EngineRequest, Finish, MediaInfo, no_such_control
+from stage_worker.engine import (
+    EngineInfo,
+    EngineOutput,
+    EngineRequest,
+    Finish,
+    MediaInfo,
+    Tokens,
+    no_such_control,
+    prompt_too_long,
+)
 from stage_worker.engines import sim_content as content
 from stage_worker.engines.sim_loop import SimSequence, StepLoop
 from stage_worker.engines.sim_options import SimOptions, sim_options
 
+_FEATURES = frozenset(("logprobs", "bot_task", "negative_prompt", "language", "instructions"))
+_MOST_PIXELS = 2048  # of a side: pictures are made on the event loop
 _AUDIO = MediaInfo("audio/pcm", content.SAMPLE_RATE_HZ, 1)
 
 
@@ -48,7 +59,12 @@ class SimEngine:
         """Take ``start_ms``, then step."""
         await asyncio.sleep(self._options.start_ms / 1e3)
         self._loop.start()
-        return EngineInfo(model=self._model, max_num_seqs=self._max_num_seqs, details={"output": self._options.output})
+        return EngineInfo(
+            model=self._model,
+            max_num_seqs=self._max_num_seqs,
+            details={"output": self._options.output},
+            features=_FEATURES,
+        )
 
     async def execute(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         """Run one request."""
@@ -96,6 +112,17 @@ class SimEngine:
             raise no_such_control("sim", method)
         return {"asleep": self._loop.paused}
 
+    async def tokenize(
+        self, prompt: prompt_pb2.Prompt, *, add_special_tokens: bool, add_generation_prompt: bool
+    ) -> Tokens:
+        """Words of the lexicon, and bytes. It has no special tokens."""
+        ids, texts = content.tokens_of(content.prompt_text(prompt))
+        return Tokens(ids, texts, self._options.max_model_len)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens."""
+        return content.text_of(token_ids)
+
     async def close(self) -> None:
         """Stop; may be called more than once."""
         await self._loop.close()
@@ -108,6 +135,9 @@ class SimEngine:
             text = payload.text if payload.text is not None else f"<{self._digest(payload):08x}>"
             parts.append(text)
         source = "\n".join(parts)
+        limit = self._options.max_model_len
+        if limit and (length := len(source.split())) > limit:
+            raise prompt_too_long(length, limit)
         tokens = _Answer(source, self._options, request.sampling)
         fails_at = self._fails_at(zlib.crc32(source.encode()))
         loop = asyncio.get_running_loop()
@@ -133,7 +163,8 @@ class SimEngine:
         options = self._options
         seed = options.seed + request.sampling.seed
         loop = asyncio.get_running_loop()
-        overall = 0
+        overall = _picture_seed(request.sampling) if options.output == "image" else 0
+        prompt_tokens = len(content.prompt_text(request.prompt).split()) if request.prompt is not None else 0
         async for payload in self._sources(request):
             source = self._digest(payload)
             overall = zlib.crc32(source.to_bytes(4, "big"), overall)
@@ -163,12 +194,13 @@ class SimEngine:
             sequence.schedule(last, loop.time() + options.ttft_ms / 1e3)
             self._loop.changed()
             yield await self._next(sequence)
-        yield EngineOutput(finish=Finish("stop", completion_tokens=sequence.made))
+        yield EngineOutput(finish=Finish("stop", prompt_tokens, sequence.made))
 
     async def _sources(self, request: EngineRequest) -> AsyncIterator[Payload]:
         if request.prompt is not None:
+            manner = f" <{request.speech.instructions}>" if request.speech.instructions else ""
             for sentence in split_sentences(content.prompt_text(request.prompt)):
-                yield Payload(text=sentence)
+                yield Payload(text=sentence + manner)
         async for payload in _interleaved(request.inputs):
             yield payload
 
@@ -191,7 +223,11 @@ class SimEngine:
         )
 
     def _picture(self, request: EngineRequest, source: int) -> EngineOutput:
-        png = content.picture(source + self._options.seed + request.sampling.seed)
+        sampling = request.sampling
+        for name in ("width", "height"):
+            if getattr(sampling, name) > _MOST_PIXELS:
+                raise InvalidRequestError.field(f"sampling.{name}", f"must be at most {_MOST_PIXELS}")
+        png = content.picture(source + self._options.seed + sampling.seed, sampling.width, sampling.height)
         return EngineOutput(media=png, media_info=MediaInfo("image/png"))
 
     # --- shared -----------------------------------------------------------------------------------------------------
@@ -227,6 +263,12 @@ class SimEngine:
         return False
 
 
+def _picture_seed(sampling: sampling_pb2.SamplingParams) -> int:
+    """What steers diffusion, as a number; 0 where nothing was said."""
+    steering = [str(getattr(sampling, n)) for n in ("num_inference_steps", "guidance_scale") if sampling.HasField(n)]
+    return zlib.crc32("|".join(steering).encode())
+
+
 class _Answer:
     """The tokens of one text answer, with its end."""
 
@@ -240,6 +282,7 @@ class _Answer:
         self._made = 0
         self._prompt_tokens = len(source.split())
         self._stop_ids = frozenset(sampling.stop_token_ids)
+        self._top = sampling.logprobs if sampling.HasField("logprobs") else -1
         self._tokens = content.answer_tokens(source, options.seed + sampling.seed)
         if sampling.stop:
             self._tokens = _cut_at_stop(self._tokens, list(sampling.stop))
@@ -257,7 +300,10 @@ class _Answer:
             if reason == "stop" and not text.endswith("."):
                 text += "."
         finish = Finish(reason, self._prompt_tokens, self._made) if reason else None
-        return EngineOutput(text=text, token_ids=(token_id,) if token_id >= 0 else (), finish=finish)
+        if token_id < 0:
+            return EngineOutput(text=text, finish=finish)
+        logprobs = (content.chances(token_id, text, self._top),) if self._top >= 0 else ()
+        return EngineOutput(text=text, token_ids=(token_id,), logprobs=logprobs, finish=finish)
 
 
 def _cut_at_stop(tokens: Iterator[tuple[int, str]], stops: list[str]) -> Iterator[tuple[int, str]]:

@@ -9,7 +9,7 @@ import random
 import re
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from connectors.payload import Payload
 from omni.v1 import prompt_pb2
-from omnicore.errors import DataLossError
+from omnicore.errors import DataLossError, InvalidRequestError
+from stage_worker.engine import TokenChance, TokenLogprob
 
 SAMPLE_RATE_HZ = 24_000
 """Of audio: what common speech models use."""
@@ -30,7 +31,11 @@ _LEXICON = tuple(
         "under over beside between without after before while because and",
     )
 )
+_WORD_IDS = {f" {word}": token_id for token_id, word in enumerate(_LEXICON)}
 _PICTURE_PIXELS = 64
+_PROMPT_OPTIONS = ("bot_task", "negative_prompt", "language")
+_BYTE_TOKENS = 1000
+"""Token ids from here on are single bytes, so that any text has tokens."""
 _TENSOR_BLOCK_BYTES = 4096  # random bytes are made once per chunk and repeated: big chunks cost one memcpy
 _AMPLITUDE = 0.3 * 32767  # audible, not loud
 
@@ -38,11 +43,11 @@ _AMPLITUDE = 0.3 * 32767  # audible, not loud
 def prompt_text(prompt: prompt_pb2.Prompt) -> str:
     """A prompt as one text: turns on lines, media as its checksum, tokens as numbers."""
     kind = prompt.WhichOneof("kind")
+    lines = [f"{name}: {value}" for name in _PROMPT_OPTIONS if (value := getattr(prompt, name))]
     if kind == "text":
-        return prompt.text
+        return "\n".join([*lines, prompt.text])
     if kind == "tokens":
-        return " ".join(map(str, prompt.tokens.token_ids))
-    lines = []
+        return "\n".join([*lines, " ".join(map(str, prompt.tokens.token_ids))])
     for message in prompt.chat.messages:
         parts = [
             part.text
@@ -78,6 +83,45 @@ def answer_text(source: str, seed: int, tokens: int) -> str:
     """The first ``tokens`` tokens of the answer to ``source``, as text."""
     stream = answer_tokens(source, seed)
     return "".join(next(stream)[1] for _ in range(tokens))
+
+
+def chances(token_id: int, text: str, count: int) -> TokenLogprob:
+    """How likely a token was: always the likeliest, before ``count - 1`` other words."""
+    first = -(1 + token_id % 50) / 100
+    taken = TokenChance(token_id, text.encode(), first)
+    others = [(token_id + step) % len(_LEXICON) for step in range(1, count)]
+    words = [TokenChance(i, f" {_LEXICON[i]}".encode(), first - rank) for rank, i in enumerate(others, 1)]
+    return TokenLogprob(taken, [taken, *words] if count else [])
+
+
+def tokens_of(text: str) -> tuple[list[int], list[str]]:
+    """Ids and texts: known words with the space before them, and single bytes of all else."""
+    ids: list[int] = []
+    texts: list[str] = []
+    for piece in re.findall(r" \w+|\w+|\W", text):
+        known = _WORD_IDS.get(piece)
+        if known is not None:
+            ids.append(known)
+            texts.append(piece)
+        else:
+            ids += [_BYTE_TOKENS + byte for byte in piece.encode()]
+            texts += [f"<0x{byte:02X}>" for byte in piece.encode()]
+    return ids, texts
+
+
+def text_of(token_ids: Iterable[int]) -> str:
+    """The text of tokens. Raises ``InvalidRequestError`` for ids that there are not."""
+    data = bytearray()
+    for index, token_id in enumerate(token_ids):
+        if token_id < len(_LEXICON):
+            data += f" {_LEXICON[token_id]}".encode()
+        elif 0 <= token_id - _BYTE_TOKENS < 256:
+            data.append(token_id - _BYTE_TOKENS)
+        elif token_id == len(_LEXICON):
+            data += b"Answer"
+        else:
+            raise InvalidRequestError.field(f"token_ids[{index}]", f"this model has no token {token_id}")
+    return data.decode(errors="replace")
 
 
 def payload_digest(payload: Payload) -> int:
@@ -127,20 +171,21 @@ def tone(source: int, seconds: float) -> npt.NDArray[np.int16]:
     return samples_i16
 
 
-def picture(source: int) -> bytes:
-    """A square PNG of a gradient in colours that ``source`` chooses."""
-    side = np.arange(_PICTURE_PIXELS)
-    pixels = np.empty((_PICTURE_PIXELS, _PICTURE_PIXELS, 3), np.uint8)
+def picture(source: int, width: int = 0, height: int = 0) -> bytes:
+    """A PNG of a gradient in colours that ``source`` chooses; 64 by 64 pixels where nothing is said."""
+    width, height = width or _PICTURE_PIXELS, height or _PICTURE_PIXELS
+    across, down = np.arange(width), np.arange(height)
+    pixels = np.empty((height, width, 3), np.uint8)
     for channel in range(3):
         base = source >> (8 * channel) & 0xFF
-        pixels[:, :, channel] = (base + side[:, None] * (channel + 1) + side[None, :]) % 256
-    rows = np.zeros((_PICTURE_PIXELS, 1 + _PICTURE_PIXELS * 3), np.uint8)  # each row begins with filter 0
-    rows[:, 1:] = pixels.reshape(_PICTURE_PIXELS, -1)
+        pixels[:, :, channel] = (base + down[:, None] * (channel + 1) + across[None, :]) % 256
+    rows = np.zeros((height, 1 + width * 3), np.uint8)  # each row begins with filter 0
+    rows[:, 1:] = pixels.reshape(height, -1)
 
     def part(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
-    header = struct.pack(">IIBBBBB", _PICTURE_PIXELS, _PICTURE_PIXELS, 8, 2, 0, 0, 0)  # 8 bit RGB
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bit RGB
     return (
         b"\x89PNG\r\n\x1a\n" + part(b"IHDR", header) + part(b"IDAT", zlib.compress(rows.tobytes())) + part(b"IEND", b"")
     )

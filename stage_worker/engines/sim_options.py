@@ -32,6 +32,8 @@ class SimOptions:
     """One engine step, shared by all running requests; 0: ``tpot_ms``."""
     tokens: int = 48
     """Tokens of a text answer, unless ``max_tokens`` is less."""
+    max_model_len: int = 0
+    """Longest prompt of a text answer, in words; 0: any."""
     chunks: int = 0
     """Outputs per input chunk; 0: one. A request that enters with a prompt has one input per sentence of it."""
     chunk_bytes: int = 4096

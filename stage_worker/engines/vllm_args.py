@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from google.protobuf import json_format
 
 from omni.v1 import pipeline_pb2, prompt_pb2, sampling_pb2
 from omnicore.errors import FieldViolation, InvalidRequestError, UnavailableError
+from stage_worker.engine import TokenChance, TokenLogprob
 
 SUPPORTED_VERSIONS = ((0, 26), (0, 34))
 """From the first, below the second: the range that the project's ``vllm`` extra asks for."""
@@ -44,10 +45,11 @@ _PLAIN_FIELDS = (
     "detokenize",
     "skip_special_tokens",
     "min_tokens",
+    "logprobs",
 )
 _LIST_FIELDS = ("stop", "stop_token_ids")
 # How many outputs there are and how they come is the worker's business; the others have fields of their own.
-_REFUSED_EXTRA = frozenset({"n", "output_kind", *_PLAIN_FIELDS, *_LIST_FIELDS})
+_REFUSED_EXTRA = frozenset({"n", "output_kind", "structured_outputs", *_PLAIN_FIELDS, *_LIST_FIELDS})
 
 
 def check_version(version: str) -> None:
@@ -162,6 +164,31 @@ def sampling_arguments(
             raise InvalidRequestError.field(f"sampling.extra.{name}", "not a sampling parameter of this engine")
         arguments[name] = value
     return arguments
+
+
+def structured_arguments(wanted: sampling_pb2.StructuredOutput) -> dict[str, Any]:
+    """Keyword arguments for vLLM's ``StructuredOutputsParams``."""
+    kind = wanted.WhichOneof("kind")
+    if kind == "json_schema":
+        return {"json": wanted.json_schema}
+    if kind == "json_object" and wanted.json_object:
+        return {"json_object": True}
+    raise InvalidRequestError.field("sampling.structured_output", "must have json_schema, or json_object: true")
+
+
+def token_logprobs(
+    token_ids: Sequence[int], steps: Sequence[Mapping[int, Any]] | None, top: int | None
+) -> list[TokenLogprob]:
+    """vLLM's log probabilities of the tokens of one step: of each, a mapping from token id to its chance."""
+    if top is None or steps is None:
+        return []
+    found = []
+    for token_id, chances in zip(token_ids, steps, strict=True):
+        ranked = sorted(chances.items(), key=lambda item: (item[1].rank or 0, item[0]))
+        made = {i: TokenChance(i, (c.decoded_token or "").encode(), min(0.0, c.logprob)) for i, c in ranked}
+        # The token taken comes besides, where it is not among the likeliest.
+        found.append(TokenLogprob(made[token_id], list(made.values())[:top]))
+    return found
 
 
 def chat_messages(chat: prompt_pb2.ChatPrompt) -> list[dict[str, str]]:

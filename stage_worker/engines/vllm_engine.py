@@ -30,7 +30,15 @@ from omnicore.errors import (
     UnimplementedError,
 )
 from omnicore.log import get_logger
-from stage_worker.engine import EngineInfo, EngineOutput, EngineRequest, Finish, no_such_control
+from stage_worker.engine import (
+    EngineInfo,
+    EngineOutput,
+    EngineRequest,
+    Finish,
+    Tokens,
+    no_such_control,
+    prompt_too_long,
+)
 from stage_worker.engines import transformers_scan, vllm_args, vllm_quick_start
 from stage_worker.engines.vllm_runner import ProcessRunner, Runner, ThreadRunner
 from stage_worker.models import catalog
@@ -65,6 +73,7 @@ class VllmEngine:
         self._max_model_len = 0
         self._max_num_seqs = 0
         self._sampling_class: Any = None
+        self._structured_class: Any = None
         self._sampling_fields: frozenset[str] = frozenset()
         self._delta: Any = None
         self._refusals: tuple[type[Exception], ...] = (ValueError, TypeError)
@@ -99,6 +108,7 @@ class VllmEngine:
                 "dtype": dtype,
                 "max_model_len": str(self._max_model_len),
             },
+            features=frozenset(("logprobs", "structured_output")),
         )
 
     async def execute(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
@@ -118,7 +128,10 @@ class VllmEngine:
                     finish = None
                     if output.finished:
                         finish = Finish(step.finish_reason or "stop", len(ids), count)
-                    yield EngineOutput(text=step.text, token_ids=tuple(step.token_ids), finish=finish)
+                    logprobs = vllm_args.token_logprobs(step.token_ids, step.logprobs, params.logprobs)
+                    yield EngineOutput(
+                        text=step.text, token_ids=tuple(step.token_ids), logprobs=logprobs, finish=finish
+                    )
         except OmniError:
             raise
         except self._refusals as error:
@@ -163,6 +176,27 @@ class VllmEngine:
             return {}
         raise no_such_control("vllm", method)
 
+    async def tokenize(
+        self, prompt: prompt_pb2.Prompt, *, add_special_tokens: bool, add_generation_prompt: bool
+    ) -> Tokens:
+        """By the model's own tokenizer and chat template."""
+
+        def work() -> Tokens:
+            ids = self._encode(prompt, add_special_tokens, add_generation_prompt)
+            return Tokens(ids, self._tokenizer.convert_ids_to_tokens(ids), self._max_model_len)
+
+        self._running()
+        return await asyncio.get_running_loop().run_in_executor(self._text, work)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """With special tokens."""
+
+        def work() -> str:
+            return str(self._tokenizer.decode(self._known_tokens(token_ids, "token_ids")))
+
+        self._running()
+        return await asyncio.get_running_loop().run_in_executor(self._text, work)
+
     async def close(self) -> None:
         """Stop the engine and free the model."""
         runner, self._runner = self._runner, None
@@ -192,22 +226,28 @@ class VllmEngine:
             raise UnavailableError("the engine is not running", reason="ENGINE_STOPPED")
         return self._runner
 
-    def _encode(self, prompt: prompt_pb2.Prompt) -> list[int]:
+    def _known_tokens(self, token_ids: Sequence[int], path: str) -> list[int]:
+        ids = [int(token) for token in token_ids]
+        size = len(self._tokenizer)
+        if ids and max(ids) >= size:
+            raise InvalidRequestError.field(path, f"must be below {size}, got {max(ids)}")
+        return ids
+
+    def _encode(
+        self, prompt: prompt_pb2.Prompt, add_special_tokens: bool = True, add_generation_prompt: bool = True
+    ) -> list[int]:
         kind = prompt.WhichOneof("kind")
         if kind == "tokens":
-            ids = [int(token) for token in prompt.tokens.token_ids]
-            size = len(self._tokenizer)
-            if ids and max(ids) >= size:
-                raise InvalidRequestError.field("prompt.tokens.token_ids", f"must be below {size}, got {max(ids)}")
+            ids = self._known_tokens(prompt.tokens.token_ids, "prompt.tokens.token_ids")
         elif kind == "chat":
-            ids = self._apply_template(vllm_args.chat_messages(prompt.chat))
+            ids = self._apply_template(vllm_args.chat_messages(prompt.chat), add_generation_prompt)
         else:
-            ids = list(self._tokenizer.encode(prompt.text))
+            ids = list(self._tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens))
         if not ids:
             raise InvalidRequestError.field(f"prompt.{kind or 'text'}", "is empty")
         return ids
 
-    def _apply_template(self, messages: list[dict[str, str]]) -> list[int]:
+    def _apply_template(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> list[int]:
         if not self._tokenizer.chat_template:
             raise InvalidRequestError.field("prompt.chat", "this model has no chat template; send text")
         import jinja2
@@ -215,7 +255,7 @@ class VllmEngine:
         try:
             return list(
                 self._tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, tokenize=True, return_dict=False
+                    messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
                 )
             )
         except jinja2.TemplateError as error:  # templates refuse roles and orders that a model was not trained on
@@ -224,16 +264,15 @@ class VllmEngine:
     def _room(self, ids: Sequence[int]) -> int:
         room = self._max_model_len - len(ids)
         if room < 1:
-            raise InvalidRequestError.field(
-                "prompt",
-                f"has {len(ids)} tokens; this model takes at most {self._max_model_len - 1} and makes one more",
-                reason="PROMPT_TOO_LONG",
-            )
+            raise prompt_too_long(len(ids), self._max_model_len - 1)
         return room
 
     def _sampling(self, request: EngineRequest, room: int) -> Any:
         arguments = vllm_args.sampling_arguments(request.sampling, self._sampling_fields, max_new_tokens=room)
         try:
+            if request.sampling.HasField("structured_output"):
+                structured = vllm_args.structured_arguments(request.sampling.structured_output)
+                arguments["structured_outputs"] = self._structured_class(**structured)
             return self._sampling_class(**arguments, output_kind=self._delta)
         except self._refusals as error:
             raise InvalidRequestError.field("sampling", str(error)) from error
@@ -261,13 +300,14 @@ class VllmEngine:
     def _make(self, model: str) -> Any:
         import vllm.exceptions
         from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
+        from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
         # Older versions raise ValueError for what a client did wrong, newer ones a class of their own.
         client_error = getattr(vllm.exceptions, "VLLMClientError", ValueError)
         self._refusals = (ValueError, TypeError, client_error)
         self._delta = RequestOutputKind.DELTA
         self._sampling_class = SamplingParams
+        self._structured_class = StructuredOutputsParams
         self._sampling_fields = frozenset(SamplingParams.__annotations__)
         args_class = EngineArgs if self._in_process else AsyncEngineArgs
         known = {field.name for field in dataclasses.fields(args_class)}

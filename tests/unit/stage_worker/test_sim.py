@@ -21,7 +21,7 @@ from omnicore.errors import (
     UnavailableError,
     UnimplementedError,
 )
-from stage_worker.engine import Engine, EngineOutput, EngineRequest
+from stage_worker.engine import Engine, EngineOutput, EngineRequest, Tokenizing
 from stage_worker.engines import create_engine, known_engines
 from stage_worker.engines.sim_content import answer_text, payload_digest
 
@@ -274,3 +274,63 @@ def test_unknown_engines_are_refused_with_those_that_exist() -> None:
     assert {"sim", "vllm", "hibari-acoustic", "hibari-vocoder"} <= set(known_engines())
     with pytest.raises(InvalidRequestError, match=r"unknown engine 'simm'; known: .*sim"):
         create_engine(pipeline_pb2.Stage(engine="simm"), ())
+
+
+async def test_log_probabilities_are_of_each_token_and_only_if_asked_for() -> None:
+    async with started(tokens=5) as engine:
+        plain = await run(engine, request())
+        asked = await run(engine, request("asked", logprobs=3))
+        bare = await run(engine, request("bare", logprobs=0))
+    assert not any(output.logprobs for output in plain)
+    for output in asked:
+        (entry,) = output.logprobs
+        assert entry.token.token_id == output.token_ids[0]
+        assert entry.token.text == output.text.rstrip(".").encode() or entry.token.text == output.text.encode()
+        assert entry.top[0] == entry.token
+        assert [chance.logprob for chance in entry.top] == sorted((c.logprob for c in entry.top), reverse=True)
+        assert len({chance.token_id for chance in entry.top}) == 3
+        assert all(chance.logprob <= 0 for chance in entry.top)
+    assert [output.logprobs[0].top for output in bare] == [[]] * 5
+    assert [output.text for output in asked] == [output.text for output in plain]
+
+
+async def test_text_is_what_its_tokens_say() -> None:
+    async with started(tokens=5, max_model_len=50) as engine:
+        assert isinstance(engine, Tokenizing)
+        for text in ("Hello", " the river, naïve\n🙂 always", "", "a" * 300):
+            tokens = await engine.tokenize(
+                prompt_pb2.Prompt(text=text), add_special_tokens=True, add_generation_prompt=True
+            )
+            assert len(tokens.texts) == len(tokens.token_ids)
+            assert tokens.max_model_len == 50
+            assert await engine.detokenize(tokens.token_ids) == text
+        made = [token for output in await run(engine, request()) for token in output.token_ids]
+        assert len((await engine.detokenize(made)).split()) == 5
+        with pytest.raises(InvalidRequestError, match=r"token_ids\[1\]"):
+            await engine.detokenize([1, 999_999])
+
+
+async def test_a_prompt_that_does_not_fit_says_what_does() -> None:
+    async with started(max_model_len=3) as engine:
+        await run(engine, request(text="one two three"))
+        with pytest.raises(InvalidRequestError, match="has 4 tokens; this model takes at most 3") as caught:
+            await run(engine, request("long", text="one two three four"))
+    assert caught.value.reason == "CONTEXT_LENGTH_EXCEEDED"
+
+
+async def test_a_picture_follows_all_that_steers_it() -> None:
+    async def picture(engine: Engine, number: int, **sampling: Any) -> bytes:
+        return b"".join(output.media for output in await run(engine, request(f"r{number}", **sampling)))
+
+    async with started(output="image") as engine:
+        steering: list[dict[str, Any]] = [
+            {}, {"seed": 1}, {"num_inference_steps": 5}, {"guidance_scale": 5.0}, {"width": 32, "height": 16},
+        ]  # fmt: skip
+        made = [await picture(engine, number, **sampling) for number, sampling in enumerate(steering)]
+        again = [await picture(engine, number + 9, **sampling) for number, sampling in enumerate(steering)]
+        with pytest.raises(InvalidRequestError, match="width"):
+            await picture(engine, 99, width=100_000, height=1)
+    assert made == again
+    assert len(set(made)) == len(made)
+    assert made[0][16:24] == bytes((0, 0, 0, 64, 0, 0, 0, 64))
+    assert made[-1][16:24] == bytes((0, 0, 0, 32, 0, 0, 0, 16))

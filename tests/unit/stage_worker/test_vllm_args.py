@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -123,3 +123,31 @@ def test_chat_messages_are_text_only() -> None:
         vllm_args.chat_messages(chat)
     with pytest.raises(InvalidRequestError, match="at least one message"):
         vllm_args.chat_messages(prompt_pb2.ChatPrompt())
+
+
+class Chance(NamedTuple):
+    """As vLLM's Logprob."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+def test_log_probabilities_come_by_rank_and_with_the_token_that_was_taken() -> None:
+    taken_is_fourth = {7: Chance(-3.0, 4, " seven"), 1: Chance(-0.5, 1, " one"), 2: Chance(-1.0, 2, None)}
+    (entry,) = vllm_args.token_logprobs([7], [taken_is_fourth], 2)
+    assert entry.token == (7, b" seven", -3.0)
+    assert list(entry.top) == [(1, b" one", -0.5), (2, b"", -1.0)]
+    (entry,) = vllm_args.token_logprobs([1], [{1: Chance(0.1, 1, "x")}], 0)
+    assert entry == ((1, b"x", 0.0), [])
+    assert vllm_args.token_logprobs([7], [taken_is_fourth], None) == []
+    assert vllm_args.token_logprobs([7], None, 2) == []
+
+
+def test_what_the_text_must_be() -> None:
+    wanted = sampling_pb2.StructuredOutput
+    assert vllm_args.structured_arguments(wanted(json_schema='{"type":"object"}')) == {"json": '{"type":"object"}'}
+    assert vllm_args.structured_arguments(wanted(json_object=True)) == {"json_object": True}
+    for wrong in (wanted(), wanted(json_object=False)):
+        with pytest.raises(InvalidRequestError, match="structured_output"):
+            vllm_args.structured_arguments(wrong)
