@@ -66,9 +66,11 @@ class Gateway:
             connect=self._security.to_worker,
         )
         self.metrics = GatewayMetrics()
+        admission = Admission(config.max_inflight, config.max_queued, config.queue_timeout_s)
+        self.access.on_reload = admission.keys_changed
         self.orchestrator = Orchestrator(
             self.router,
-            Admission(config.max_inflight, config.max_queued, config.queue_timeout_s),
+            admission,
             retry_limit=config.retry_limit,
             buffer_limit_bytes=config.stream_buffer_bytes,
             kept_requests=config.kept_requests,

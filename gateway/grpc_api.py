@@ -6,6 +6,8 @@ import secrets
 from collections.abc import AsyncIterator, Sequence
 
 from gateway import validation
+from gateway.access.calls import CALLER
+from gateway.admission import Entry, effective_priority
 from gateway.orchestrator import Orchestrator
 from gateway.request import RequestSpec, RequestState, TimelineEntry
 from gateway.router import Router
@@ -114,6 +116,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
                 raise errors.InvalidRequestError.field("timeout", "must be above 0")
             timeout_s = min(timeout_s, asked_s)
         trace_parent = metadata.get("traceparent", "")
+        key, asked = CALLER.get(), metadata.get("x-priority", "")
         fresh = secrets.token_hex(16)
         return RequestSpec(
             request_id=request.request_id or f"gen-{fresh}",
@@ -128,6 +131,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
             trace_parent=trace_parent if isinstance(trace_parent, str) else "",
             # Two gateways may be given the same client id at the same time; workers must tell them apart.
             wire_id=f"{request.request_id}.{fresh[:12]}" if request.request_id else "",
+            entry=Entry(key, effective_priority(key, asked if isinstance(asked, str) else asked.decode("latin-1"))),
         )
 
 

@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from gateway.admission_metrics import admission_metrics
 from gateway.control_plane_watch import ControlPlaneWatch
 from gateway.orchestrator import Orchestrator
 from gateway.request import RequestState
@@ -94,7 +95,6 @@ class _Tables(Collector):
         """The tables as they are now."""
         admission = self._orchestrator.admission
         yield _gauge(metrics.GATEWAY_INFLIGHT, admission.inflight)
-        yield _gauge(metrics.GATEWAY_QUEUED, admission.queued)
         yield _gauge(metrics.GATEWAY_BINDINGS, self._router.bindings)
         yield _gauge(metrics.GATEWAY_CONTROL_PLANE_UP, int(self._control_plane.connected))
         yield _gauge(metrics.GATEWAY_TABLE_REVISION, self._router.table.revision)
@@ -104,6 +104,7 @@ class _Tables(Collector):
             (name, str(stage)): n for (name, stage), n in self._router.sessions_broken.items()
         }
         yield _counter(metrics.GATEWAY_SESSIONS_BROKEN, broken)
+        yield from admission_metrics(admission)
         yield from self._edges()
         yield from self._pools()
 

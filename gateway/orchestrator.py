@@ -82,9 +82,9 @@ class Orchestrator:
         Raises ``AlreadyExistsError`` while a request of the same id runs, and what admission raises.
         """
         plan = spec.graph.plan(spec.task, spec.modalities)
-        await self.admission.enter()
+        await self.admission.enter(spec.entry)
         if spec.request_id in self.running:
-            self.admission.leave()
+            self.admission.leave(spec.entry)
             raise errors.AlreadyExistsError(
                 f"request {spec.request_id!r} is running", metadata={"request_id": spec.request_id}
             )
@@ -215,7 +215,7 @@ class Orchestrator:
             for run in attempt.leftovers:
                 self._spawn(run.session.abort_request(state.wire_id, state.status))
         self.running.pop(state.request_id, None)
-        self.admission.leave()
+        self.admission.leave(state.spec.entry, state.usage.prompt_tokens + state.usage.completion_tokens)
         self._kept[state.request_id] = state.record()
         self._kept.move_to_end(state.request_id)
         if len(self._kept) > self._kept_requests:

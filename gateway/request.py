@@ -11,6 +11,7 @@ import dataclasses
 import time
 from typing import NamedTuple, Protocol
 
+from gateway.admission import Entry
 from gateway.graph import PipelineGraph, RoutePlan
 from omni.v1 import prompt_pb2, sampling_pb2, stage_service_pb2, types_pb2
 from omnicore import errors
@@ -36,6 +37,8 @@ class RequestSpec:
     trace_parent: str = ""
     wire_id: str = ""
     """As workers know it: unique among all gateways. Empty: ``request_id`` is."""
+    entry: Entry = dataclasses.field(default_factory=Entry)
+    """Whose it is, and how urgent, for admission."""
 
 
 @dataclasses.dataclass(slots=True)

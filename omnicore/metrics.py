@@ -48,9 +48,29 @@ GATEWAY_FIRST_OUTPUT_SECONDS = Metric(
     "omni_gateway_first_output_seconds", "histogram", "From admission to the first output.", ("pipeline", "task")
 )
 GATEWAY_INFLIGHT = Metric("omni_gateway_inflight_requests", "gauge", "Requests admitted and not ended.")
-GATEWAY_QUEUED = Metric("omni_gateway_queued_requests", "gauge", "Requests waiting for admission.")
+GATEWAY_QUEUED = Metric(
+    "omni_gateway_queued_requests", "gauge", "Requests waiting for admission, by class.", ("priority",)
+)
+GATEWAY_QUEUE_WAIT_SECONDS = Metric(
+    "omni_gateway_queue_wait_seconds",
+    "histogram",
+    "From arrival to admission, also of what did not wait.",
+    ("priority",),
+)
 GATEWAY_REJECTED = Metric(
     "omni_gateway_rejected_requests_total", "counter", "Requests not admitted, by reason.", ("reason",)
+)
+GATEWAY_KEY_ADMITTED = Metric(
+    "omni_gateway_key_admitted_requests_total", "counter", "Requests admitted, by API key.", ("key",)
+)
+GATEWAY_KEY_REJECTED = Metric(
+    "omni_gateway_key_rejected_requests_total", "counter", "Requests not admitted, by API key.", ("key", "reason")
+)
+GATEWAY_KEY_TOKENS = Metric(
+    "omni_gateway_key_tokens_total", "counter", "Tokens read and made for requests that ended, by API key.", ("key",)
+)
+GATEWAY_KEY_ACTIVE = Metric(
+    "omni_gateway_key_active_requests", "gauge", "Requests that run or wait, by API key.", ("key",)
 )
 GATEWAY_RETRIES = Metric(
     "omni_gateway_retries_total", "counter", "Attempts begun again before any output.", ("pipeline",)

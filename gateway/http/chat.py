@@ -32,6 +32,7 @@ class ChatEndpoint:
         limits = self._service.limits
         body = await exchange.read_json(limits.max_body_bytes)
         chat = parse_chat(body, self._service.pipelines, limits.max_prompt_bytes)
+        del body  # one that waits for admission, or runs for long, holds its prompt once
         request_id = "chatcmpl-" + exchange.id
         created = int(time.time())
         state = await self._service.begin(

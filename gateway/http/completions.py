@@ -27,6 +27,7 @@ class CompletionEndpoint:
         limits = self._service.limits
         body = await exchange.read_json(limits.max_body_bytes)
         asked = parse_completion(body, self._service.pipelines, limits.max_prompt_bytes)
+        del body  # one that waits for admission, or runs for long, holds its prompt once
         request_id = "cmpl-" + exchange.id
         created = int(time.time())
         state = await self._service.begin(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from gateway.access.http import HttpAccess
+from gateway.admission import Entry, effective_priority
 from gateway.graph import PipelineGraph
 from gateway.http.exchange import Exchange
 from gateway.metrics import GatewayMetrics
@@ -55,8 +57,12 @@ class HttpService:
         sampling: sampling_pb2.SamplingParams,
         speech: prompt_pb2.SpeechOptions,
         session_id: str,
+        priority: int | None = None,
     ) -> RequestState:
-        """Submit a valid request; the client's leaving aborts it."""
+        """Submit a valid request; the client's leaving aborts it, also while it waits for admission. ``priority`` is
+        the body's; without one, the header x-priority counts."""
+        asked = priority if priority is not None else exchange.header(b"x-priority").decode("latin-1")
+        entry = Entry(exchange.caller, effective_priority(exchange.caller, asked))
         spec = RequestSpec(
             request_id=request_id,
             graph=graph,
@@ -68,7 +74,27 @@ class HttpService:
             timeout_s=self.limits.request_timeout_s,
             session_id=session_id,
             trace_parent=exchange.header(b"traceparent").decode("latin-1"),
+            entry=entry,
         )
+        if not self.orchestrator.admission.full:
+            state = await self.orchestrator.submit(spec)
+            exchange.abort_on_disconnect(state)
+            return state
+        waiting: Any = _Waiting(entry)  # as an exchange sees it, a request
+        exchange.abort_on_disconnect(waiting)
         state = await self.orchestrator.submit(spec)
-        exchange.abort_on_disconnect(state)
+        waiting.target = state
         return state
+
+
+class _Waiting:
+    """What a client's leaving ends: the wait for admission, then the request. From one to the other no event passes."""
+
+    __slots__ = ("target",)
+
+    def __init__(self, entry: Entry) -> None:
+        self.target: Entry | RequestState = entry
+
+    def abort(self, reason: str) -> None:
+        """The client has left."""
+        self.target.abort(reason)

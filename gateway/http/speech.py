@@ -26,6 +26,7 @@ class SpeechEndpoint:
         limits = self._service.limits
         body = await exchange.read_json(limits.max_body_bytes)
         asked = parse_speech(body, self._service.pipelines, limits.max_prompt_bytes)
+        del body  # one that waits for admission, or runs for long, holds its prompt once
         state = await self._service.begin(
             exchange, "speech-" + exchange.id, asked.graph, "speech", ("audio",), asked.prompt, asked.sampling,
             asked.speech, asked.session_id,

@@ -25,7 +25,9 @@ ONE_MODULE = {"vllm": {"stage_worker/engines/vllm_engine.py"}}
 
 # Pure policy: decisions without I/O or time, so that they can be tested and reasoned about alone.
 PURE = [
+    "gateway/accounts.py",
     "gateway/balancers.py",
+    "gateway/fair_queue.py",
     "gateway/graph.py",
     "gateway/validation.py",
     "stage_worker/chunking.py",

@@ -31,7 +31,7 @@ def test_declarations_make_metrics_of_their_own_registry() -> None:
     first, second = CollectorRegistry(), CollectorRegistry()
     for registry in (first, second):
         metrics.GATEWAY_REQUESTS.counter(registry).labels("p", "chat", "finished").inc()
-        metrics.GATEWAY_QUEUED.gauge(registry).set(3)
+        metrics.GATEWAY_INFLIGHT.gauge(registry).set(3)
         metrics.GATEWAY_REQUEST_SECONDS.histogram(registry).labels("p", "chat").observe(0.2)
         labels = {"pipeline": "p", "task": "chat", "outcome": "finished"}
         assert registry.get_sample_value("omni_gateway_requests_total", labels) == 1
