@@ -24,6 +24,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import sys
 import tempfile
 import time
 import urllib.error
@@ -223,6 +224,7 @@ async def measure(
                 cells = [(connections, 0.0) for connections in effort.concurrencies]
                 cells += [(256, rate) for rate in qps if mode == "paced"]
                 for connections, rate in cells:
+                    print(f"{mode}, {rate or connections} …", file=sys.stderr, flush=True)
                     for round_number in range(effort.rounds):
                         for target in found:
                             await bench.quiet(effort.quiet_wait_s)

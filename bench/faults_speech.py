@@ -1,0 +1,142 @@
+"""F4 and F6 of bench.faults: a downstream stage is lost with output half delivered, and everything restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.faults_load import Client, Outcome, count_errors, difference
+from bench.faults_ours import SPEECH, STAGES, Cluster, Launcher, Unit, omnictl, until
+
+STREAMS = 16
+_TTFT_MS, _ITL_MS = 20, 10
+_PATIENCE_S = 60.0
+_RESTART_S = 120.0
+_NAMES = {1: "talker", 2: "code2wav"}
+
+
+async def _speak(client: Client) -> list[Outcome]:
+    """All questions at once, each answered in text and audio."""
+    fields: dict[str, Any] = {"modalities": ["text", "audio"], "audio": {"voice": "default", "format": "pcm16"}}
+    return list(
+        await asyncio.gather(
+            *(client.ask(f"Speak about {number}, please.", stream=True, **fields) for number in range(STREAMS))
+        )
+    )
+
+
+def _compared(found: Sequence[Outcome], wanted: Sequence[Outcome]) -> int:
+    """How many are exactly as undisturbed; what differs counts as failed."""
+    exact = 0
+    for got, right in zip(found, wanted, strict=True):
+        if not got.error and got.text != right.text:
+            got.error = difference(got.text, right.text)
+        if not got.error and got.audio != right.audio:
+            got.error = _wrong_audio(got.audio, right.audio)
+        exact += not got.error
+    return exact
+
+
+def _wrong_audio(got: bytes, right: bytes) -> str:
+    same = next((at for at, (a, b) in enumerate(zip(got, right, strict=False)) if a != b), min(len(got), len(right)))
+    return "wrong audio: shorter" if same == len(got) else f"wrong audio, {'longer' if same == len(right) else 'other'}"
+
+
+async def lost_downstream(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """F4: a talker or a code2wav, killed or hung when half of the audio has come."""
+    results: dict[str, dict[str, Any]] = {}
+    async with (
+        Cluster(run_dir, SPEECH, ttft_ms=_TTFT_MS, itl_ms=_ITL_MS) as cluster,
+        Client(cluster.port, SPEECH, timeout_s=_PATIENCE_S) as client,
+    ):
+        right = await _speak(client)
+        if bad := [outcome.error for outcome in right if outcome.error or not outcome.audio]:
+            raise RuntimeError(f"the undisturbed run failed: {bad}")
+        normal_s = statistics.median(outcome.took_s for outcome in right)
+        half = sum(len(outcome.audio) for outcome in right) / 2
+
+        def half_delivered() -> bool:
+            return sum(len(outcome.audio) for outcome in client.running) >= half
+
+        for stage_id, name in _NAMES.items():
+            for how, fault in (("killed", cluster.kill), ("hung", cluster.freeze)):
+                victim = cluster.of_stage(stage_id)[1]
+                found = await _disturbed(client, half_delivered, fault, victim)
+                delivered = [len(outcome.audio) for outcome in found]
+                result = {
+                    "requests": len(found),
+                    "exact": _compared(found, right),
+                    "slower_ms": (max(outcome.took_s for outcome in found) - normal_s) * 1e3,
+                    "audio_bytes": sum(delivered),
+                    "audio_sha256": hashlib.sha256(b"".join(outcome.audio for outcome in right)).hexdigest()[:16],
+                }
+                result["failed"] = sum(bool(outcome.error) for outcome in found)
+                result["errors"] = ", ".join(f"{n} × {kind}" for kind, n in count_errors(found).items())
+                if how == "hung":
+                    cluster.thaw(victim)
+                result["leftovers"] = await cluster.leftovers()
+                results[f"{name} {how}"] = result
+                if how == "killed":
+                    cluster.start(victim)
+                    await cluster.ready(victim)
+                await cluster.settled()
+    return results
+
+
+async def _disturbed(
+    client: Client, half_delivered: Callable[[], bool], fault: Callable[[Unit], None], victim: Unit
+) -> list[Outcome]:
+    running = asyncio.create_task(_speak(client))
+    if not await until(half_delivered, _PATIENCE_S):
+        raise RuntimeError("half of the audio never came")
+    fault(victim)
+    return await running
+
+
+async def rolling_restart(run_dir: Path) -> dict[str, Any]:
+    """F6: every replica, one after the other, under load."""
+    async with (
+        Cluster(run_dir, SPEECH, ttft_ms=_TTFT_MS, itl_ms=_ITL_MS) as cluster,
+        Client(cluster.port, SPEECH, timeout_s=_PATIENCE_S) as client,
+    ):
+        right = await _speak(client)
+        normal_s = statistics.median(outcome.took_s for outcome in right)
+        stop = asyncio.Event()
+        found: list[list[Outcome]] = []
+
+        async def load() -> None:
+            while not stop.is_set():
+                found.append(await _speak(client))
+
+        running = asyncio.create_task(load())
+        begin_s = time.monotonic()
+        complaints = []
+        async with Launcher(cluster) as launcher:
+            for stage_id in STAGES[SPEECH]:
+                command = omnictl(run_dir, cluster.address, "restart", f"{SPEECH}/{stage_id}", "--reason", "bench")
+                if not await until(lambda command=command: command.process.poll() is not None, _RESTART_S):  # type: ignore[misc]
+                    command.stop()
+                if command.process.returncode != 0:
+                    complaints.append(f"omnictl {command.process.returncode}: {command.log_tail()[-300:]}")
+            restarts = launcher.restarts
+        took_s = time.monotonic() - begin_s
+        stop.set()
+        await running
+        exact = sum(_compared(batch, right) for batch in found)
+        outcomes = [outcome for batch in found for outcome in batch]
+        errors = [f"{n} × {kind}" for kind, n in count_errors(outcomes).items()]
+        return {
+            "requests": len(outcomes),
+            "failed": sum(bool(outcome.error) for outcome in outcomes),
+            "exact": exact,
+            "slower_ms": (max(outcome.took_s for outcome in outcomes) - normal_s) * 1e3,
+            "restarts": restarts,
+            "restarts_took_s": took_s,
+            "errors": ", ".join([*errors, *complaints]),
+            "leftovers": await cluster.leftovers(),
+        }
