@@ -16,6 +16,7 @@ from gateway.access.http import HttpAccess
 from gateway.admission import Admission
 from gateway.config import GatewayConfig
 from gateway.control_plane_watch import ControlPlaneWatch
+from gateway.execution import Limits
 from gateway.grpc_api import SERVICE_NAMES, InferenceServicer, RouterServicer
 from gateway.http.asgi import GatewayApp
 from gateway.http.server import HttpServer
@@ -63,6 +64,7 @@ class Gateway:
             policy=config.balancing_policy,
             gateway_id=self.gateway_id,
             max_wait_s=config.route_wait_s,
+            hung_after_s=config.hung_after_s,
             connect=self._security.to_worker,
         )
         self.metrics = GatewayMetrics()
@@ -71,7 +73,7 @@ class Gateway:
         self.orchestrator = Orchestrator(
             self.router,
             admission,
-            retry_limit=config.retry_limit,
+            limits=Limits(config.retry_limit, config.replay_limit),
             buffer_limit_bytes=config.stream_buffer_bytes,
             kept_requests=config.kept_requests,
             on_end=self.metrics.request_ended,

@@ -41,6 +41,18 @@ class GatewayConfig(ProcessConfig, SecurityConfig):
     retry_limit: int = option(
         2, help="how often a request that failed before any output is begun again elsewhere", check=not_negative
     )
+    replay_limit: int = option(
+        2,
+        help="how often the stages of a request that were lost after output are begun again, so that it goes on;"
+        " 0: it fails",
+        check=not_negative,
+    )
+    hung_after_s: float = option(
+        3.0,
+        help="a replica with calls that is silent for so long is taken for lost, seconds; 0: never",
+        check=not_negative,
+    )
+    max_held: int = option(4096, help="requests that may wait at each stage for a routable replica", check=not_negative)
     max_inflight: int = option(4096, help="requests that may run at once", check=positive)
     max_queued: int = option(1024, help="requests that may wait for that", check=not_negative)
     queue_timeout_s: float = option(10.0, help="longest wait for admission, seconds", check=not_negative)

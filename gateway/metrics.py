@@ -99,12 +99,22 @@ class _Tables(Collector):
         yield _gauge(metrics.GATEWAY_CONTROL_PLANE_UP, int(self._control_plane.connected))
         yield _gauge(metrics.GATEWAY_TABLE_REVISION, self._router.table.revision)
         yield _counter(metrics.GATEWAY_REJECTED, {(reason,): n for reason, n in admission.rejected.items()})
-        yield _counter(metrics.GATEWAY_RETRIES, {(name,): n for name, n in self._orchestrator.retries.items()})
+        yield _counter(metrics.GATEWAY_RETRIES, {(name,): n for name, n in self._orchestrator.counts.retries.items()})
+        replays: dict[tuple[str, ...], int] = {
+            (name, str(stage), outcome): n for (name, stage, outcome), n in self._orchestrator.counts.replays.items()
+        }
+        yield _counter(metrics.GATEWAY_REPLAYS, replays)
+        yield _counter(metrics.GATEWAY_RETRIES_REFUSED, {(): self._orchestrator.budget.refused})
         broken: dict[tuple[str, ...], int] = {
             (name, str(stage)): n for (name, stage), n in self._router.sessions_broken.items()
         }
         yield _counter(metrics.GATEWAY_SESSIONS_BROKEN, broken)
         yield from admission_metrics(admission)
+        for metric, counts in (
+            (metrics.GATEWAY_REPLICAS_HUNG, self._router.replicas_hung),
+            (metrics.GATEWAY_ABORTS_UNANSWERED, self._router.aborts_unanswered),
+        ):
+            yield _counter(metric, {(name, str(stage)): n for (name, stage), n in counts.items()})
         yield from self._edges()
         yield from self._pools()
 

@@ -1,25 +1,23 @@
-"""The flow of requests: admission, attempts, retries, the end. Routing is the pools', transport the sessions'.
+"""The flow of requests: admission, execution, the end. Routing is the pools', transport the sessions'.
 
-Every admitted request has one owner task here. A try that fails with UNAVAILABLE before any output was delivered is
-begun again on other replicas, a bounded number of times within the request's deadline; after output, and for any other
-error, the request fails at once. Whatever the end, every place, call and count it held is given back.
+Every admitted request has one owner task here, which awaits its ``Execution`` within the request's deadline. Whatever
+the end, every place, call and count it held is given back.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 
 from gateway.admission import Admission
-from gateway.attempt import Attempt, EdgeKey
+from gateway.execution import Counts, Execution, ExecutionParts, Limits
 from gateway.paths import EdgePaths
-from gateway.replica_table import Claim
 from gateway.request import RequestRecord, RequestSpec, RequestState
+from gateway.retry_budget import RetryBudget
 from gateway.router import Router
+from gateway.stage_work import EdgeKey
 from omnicore import errors
-from omnicore.backoff import Backoff
 from omnicore.log import get_logger
 from omnicore.turns import Turns
 
@@ -27,19 +25,19 @@ _log = get_logger(__name__)
 
 
 class _Owner:
-    """What runs for one request: the owner task and its attempt. ``stop`` ends both, without waiting."""
+    """What runs for one request: its execution and the owner task. ``stop`` ends both, without waiting."""
 
-    __slots__ = ("attempt", "retired", "task")
+    __slots__ = ("execution", "retired", "task")
 
-    def __init__(self) -> None:
+    def __init__(self, execution: Execution) -> None:
         self.retired = False
-        self.attempt: Attempt | None = None
+        self.execution: Execution | None = execution
         self.task: asyncio.Task[None] | None = None
 
     def stop(self) -> None:
         """The calls are aborted in this loop turn; the task follows."""
-        if self.attempt is not None:
-            self.attempt.stop()
+        if self.execution is not None:
+            self.execution.stop()
         if self.task is not None:
             self.task.cancel()
 
@@ -52,26 +50,23 @@ class Orchestrator:
         router: Router,
         admission: Admission,
         *,
-        retry_limit: int = 2,
+        limits: Limits = Limits(),  # noqa: B008 -- frozen
         buffer_limit_bytes: int = 8 * 1024 * 1024,
         kept_requests: int = 1000,
         on_end: Callable[[RequestState], None] | None = None,
-        rng: random.Random | None = None,
     ) -> None:
         self.running: dict[str, RequestState] = {}
-        self.retries: dict[str, int] = {}
-        """Pipeline → attempts begun again."""
+        self.counts = Counts()
+        self.budget = RetryBudget()
         self.edges: Turns[EdgeKey] = Turns()
         """Turns at edges with ``max_inflight``."""
         self.paths = EdgePaths()
         self.admission = admission
-        self._router = router
-        self._retry_limit = retry_limit
+        self._parts = ExecutionParts(router, self.edges, self.paths, limits, self.budget, self.counts)
         self._buffer_limit_bytes = buffer_limit_bytes
         self._kept_requests = kept_requests
         self._kept: OrderedDict[str, RequestRecord] = OrderedDict()
         self._on_end = on_end
-        self._rng = rng or random.Random()
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -90,7 +85,8 @@ class Orchestrator:
             )
         state = RequestState(spec, plan, buffer_limit_bytes=self._buffer_limit_bytes)
         state.note("admitted")
-        owner = _Owner()
+        self.budget.request_begun()
+        owner = _Owner(Execution(state, self._parts))
         state.stoppable = owner
         self.running[spec.request_id] = state
         self._idle.clear()
@@ -136,9 +132,11 @@ class Orchestrator:
 
     async def _own(self, state: RequestState, owner: _Owner) -> None:
         error: errors.OmniError | None = None
+        execution = owner.execution
         try:
-            async with asyncio.timeout(state.spec.timeout_s):
-                await self._attempts(state, owner)
+            if execution is not None:
+                async with asyncio.timeout(state.spec.timeout_s):
+                    await execution.run()
         except errors.OmniError as failure:
             error = failure
         except TimeoutError:
@@ -157,63 +155,17 @@ class Orchestrator:
         finally:
             self._retire(state, owner, error)
 
-    async def _attempts(self, state: RequestState, owner: _Owner) -> None:
-        tried: set[Claim] = set()
-        backoff = Backoff(initial_s=0.03, max_s=0.5, rng=self._rng)
-        number = 0
-        while True:
-            attempt = owner.attempt = Attempt(state, self._router, number, tried, self.edges, self.paths)
-            try:
-                return await attempt.run()
-            except errors.UnavailableError as error:
-                if state.delivered or number >= self._retry_limit or attempt.failed_at is None:
-                    raise
-                # The wait also lets the table hear who really broke: often a stage reports its neighbour's death.
-                await asyncio.sleep(backoff.next_delay_s())
-                if state.delivered:
-                    raise
-                # Waited for: the abort goes by request id and must not meet the next attempt.
-                await asyncio.gather(*(r.session.abort_request(state.wire_id, "retry") for r in attempt.leftovers))
-                culprits = self._culprits(attempt, error)
-                tried |= culprits
-                number += 1
-                state.discard_output()
-                state.note("retried", attempt.failed_at.ref, error.message)
-                self.retries[state.spec.graph.name] = self.retries.get(state.spec.graph.name, 0) + 1
-                _log.warning(
-                    "request retried",
-                    request_id=state.request_id,
-                    attempt=number,
-                    reason=error.message,
-                    excluded=sorted(culprits),
-                )
-
-    def _culprits(self, attempt: Attempt, error: errors.OmniError) -> set[Claim]:
-        """The instances not to use again: those that are gone, else the one that the error names, else its sender."""
-        claims = {stage_id: run.assignment.slot.claim for stage_id, run in attempt.runs.items()}
-        if lost := {claim for claim in claims.values() if not self._router.is_routable(claim)}:
-            return lost
-        named = error.metadata.get("stage", "")
-        if named.isdigit() and int(named) in claims:
-            return {claims[int(named)]}
-        assert attempt.failed_at is not None
-        return {attempt.failed_at.assignment.slot.claim}
-
     def _retire(self, state: RequestState, owner: _Owner, error: errors.OmniError | None) -> None:
         """Give back all that the request held. Only the first call does something."""
         if owner.retired:
             return
         owner.retired = True
-        attempt, owner.attempt, owner.task = owner.attempt, None, None
+        execution, owner.execution, owner.task = owner.execution, None, None
         state.stoppable = None
-        if attempt is not None:
-            attempt.stop()
+        if execution is not None:
+            execution.stop()
         if error is not None:
             state.end("failed", error)
-        if attempt is not None and state.status != "finished":
-            # Data that a finished stage published and nobody will read: freed now, not when it expires.
-            for run in attempt.leftovers:
-                self._spawn(run.session.abort_request(state.wire_id, state.status))
         self.running.pop(state.request_id, None)
         self.admission.leave(state.spec.entry, state.usage.prompt_tokens + state.usage.completion_tokens)
         self._kept[state.request_id] = state.record()

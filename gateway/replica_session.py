@@ -8,7 +8,13 @@ Guarantees: a sink gets events in order and then exactly one end — an event wi
 abort it gets nothing more. When the stream breaks, every call's sink gets its error at once. A sink that raises costs
 its own call only. The session reconnects by itself; slowly after the replica refused its epoch, which means either
 another instance, for which the table will bring another session, or a replica that has not yet heard of its own claim.
-Not guaranteed: that an abort reached the worker; it aborts everything of a session that breaks.
+An abort is told once; if the call's end does not come back in time, ``StageService.Abort`` tells it again, and the
+listener hears of it. A session that breaks has all its calls aborted by the worker.
+
+While calls are open, the worker sends a frame at least every ``BEAT_S``, if its engine can make progress. So silence
+means a replica that hangs, whatever of it does: after ``SUSPECT_AFTER_S`` the listener hears of it, after
+``hung_after_s`` the stream is given up like a broken one. A new one is begun at once, and is there when the replica
+wakes up. Time in which this process itself did not run is not held against the replica.
 """
 
 from __future__ import annotations
@@ -19,14 +25,24 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import grpc.aio
 
+from gateway.silence import Silence
 from omni.v1 import stage_service_pb2, stage_service_pb2_grpc, types_pb2
 from omnicore import errors, rpc
 from omnicore.backoff import Backoff
+from omnicore.durations import to_duration
 from omnicore.log import get_logger
 
 _log = get_logger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
+BEAT_S = 0.5
+"""What replicas are asked for."""
+SUSPECT_AFTER_S = 1.5
+"""Three beats: others are preferred."""
+ABORT_ACK_S = 2.0
+"""A worker answers an abort within a step of its engine; after this long it is told again, in another way."""
+_TICK_S = 0.25
+_MOST_BACKOFF_S = 0.4  # with the jitter 0.6: who is back is used again within a second
 # Frames stay well below the message limit of rpc.py: prompts with media are up to 16 MiB, most are tiny.
 _FRAME_BYTES = 1024 * 1024
 # The codes with which a replica says: you mean another instance, or something that I am not.
@@ -64,6 +80,35 @@ class SessionListener(Protocol):
         """The replica takes no new calls."""
         ...
 
+    def on_silence(self, record: types_pb2.Replica, silent: bool) -> None:
+        """It has said nothing for a while though calls are open; or it speaks again."""
+        ...
+
+    def on_hung(self, record: types_pb2.Replica) -> None:
+        """It was silent for so long that its calls are failed; ``on_session`` follows."""
+        ...
+
+    def on_abort_unanswered(self, record: types_pb2.Replica, calls: int) -> None:
+        """So many aborts were not answered in time."""
+        ...
+
+
+class _Aborted:
+    """Takes the place of an aborted call's sink until the worker has told its end."""
+
+    __slots__ = ("due_s", "request_id")
+
+    def __init__(self, request_id: str, due_s: float) -> None:
+        self.request_id = request_id
+        self.due_s = due_s
+
+    def on_event(self, event: stage_service_pb2.StageEvent) -> bool:
+        """What was under way still arrives."""
+        return event.HasField("error") or event.HasField("finish")
+
+    def on_error(self, error: errors.OmniError) -> None:
+        """The worker aborts everything of a session that breaks."""
+
 
 class ReplicaSession:
     """A session to one claim: ``start``, ``submit`` and ``abort``, then ``close`` or ``retire``."""
@@ -76,15 +121,27 @@ class ReplicaSession:
         gateway_id: str,
         connect: Callable[[str], grpc.aio.Channel] = rpc.channel,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        hung_after_s: float = 3.0,
     ) -> None:
+        """``hung_after_s``: 0 never takes the replica for hung."""
         self.record = record
         self.connected = False
+        self.breaks = 0
+        """How often the stream was lost: what the replica held for calls of before is gone."""
         self.frames_sent = 0
         self.frames_received = 0
         self._listener = listener
         self._gateway_id = gateway_id
         self._connect = connect
-        self._connect_timeout_s = connect_timeout_s
+        self._hung_after_s = hung_after_s
+        self._connect_timeout_s = min(connect_timeout_s, hung_after_s) if hung_after_s else connect_timeout_s
+        self._silence = Silence(SUSPECT_AFTER_S, hung_after_s)
+        self._stream: _Stream | None = None
+        self._hung = False
+        self._watchdog: asyncio.TimerHandle | None = None
+        self._ticked_s = 0.0
+        self._reminders: set[asyncio.Task[None]] = set()
+        self._lazy_aborts: list[int] = []
         self._sinks: dict[int, CallSink] = {}
         self._next_call_id = 1
         self._broken = ""
@@ -100,8 +157,13 @@ class ReplicaSession:
 
     @property
     def open_calls(self) -> int:
-        """Calls that have not ended."""
-        return len(self._sinks)
+        """Calls that have not ended; without aborted ones."""
+        return len(self._sinks) - self.unanswered_aborts
+
+    @property
+    def unanswered_aborts(self) -> int:
+        """Aborted calls whose end has not come back."""
+        return sum(isinstance(sink, _Aborted) for sink in self._sinks.values())
 
     # -- calls --
 
@@ -119,23 +181,36 @@ class ReplicaSession:
         self._idle.clear()
         self._calls.append(call)
         self._wake.set()
+        if self._watchdog is None:
+            self._watch()
         return call_id
 
-    def abort(self, call_id: int) -> None:
-        """End a call: its sink gets nothing more, the worker is told. Ended calls are not an error."""
-        if self._sinks.pop(call_id, None) is None:
-            return
-        unsent = [call for call in self._calls if call.call_id != call_id]
-        if len(unsent) < len(self._calls):
-            self._calls = unsent
-        else:
-            self._aborts.append(call_id)
-            self._wake.set()
-        self._note_idle()
+    def abort(self, call_id: int, request_id: str = "") -> None:
+        """End a call: its sink gets nothing more, the worker is told. Ended and aborted calls are not an error.
 
-    def discard(self, call_id: int) -> None:
-        """Have the worker drop what an ended call still holds for consumers that will not come."""
-        if self.connected:
+        ``request_id``: what to tell the worker if it does not answer."""
+        sink = self._sinks.get(call_id)
+        if sink is None or isinstance(sink, _Aborted):
+            return
+        for index, call in enumerate(self._calls):  # those of this loop turn
+            if call.call_id == call_id:
+                del self._calls[index], self._sinks[call_id]
+                self._note_idle()
+                return
+        due_s = asyncio.get_running_loop().time() + ABORT_ACK_S
+        self._sinks[call_id] = _Aborted(request_id, due_s)
+        self._aborts.append(call_id)
+        self._wake.set()
+
+    def discard(self, call_id: int, *, lazily: bool = False) -> None:
+        """Have the worker drop what an ended call still holds for consumers that will not come. ``lazily``: with the
+        next frame, or within a tick: nobody waits for it."""
+        if not self.connected:
+            return
+        if lazily:
+            self._lazy_aborts.append(call_id)
+            self._watch()
+        else:
             self._aborts.append(call_id)
             self._wake.set()
 
@@ -153,6 +228,50 @@ class ReplicaSession:
             # Expiry frees it in the end; nobody waits for this.
             _log.warning("abort failed", request_id=request_id, **self._who(), reason=error.details())
 
+    # -- watching --
+
+    def _watch(self) -> None:
+        """Tick while there is something to look after."""
+        if self._watchdog is None and not self._closing:
+            loop = asyncio.get_running_loop()
+            self._ticked_s = loop.time()
+            self._watchdog = loop.call_later(_TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        self._watchdog = None
+        loop = asyncio.get_running_loop()
+        elapsed_s, self._ticked_s = loop.time() - self._ticked_s, loop.time()
+        if self._lazy_aborts:
+            self._aborts += self._lazy_aborts
+            self._lazy_aborts.clear()
+            self._wake.set()
+        if self._sinks:
+            self._give_up_aborts(loop.time())
+        silence, was_suspicious = self._silence, self._silence.suspicious
+        silence.tick(elapsed_s, self.frames_received, owed=bool(self._sinks))
+        if silence.suspicious != was_suspicious:
+            self._listener.on_silence(self.record, silence.suspicious)
+        if silence.too_long and self._stream is not None and not self._hung:
+            self._hung = True
+            _log.warning("replica hangs", **self._who(), silent_s=round(silence.silent_s, 2), calls=self.open_calls)
+            self._listener.on_hung(self.record)
+            self._stream.cancel()
+        if self._sinks:
+            self._watch()
+
+    def _give_up_aborts(self, now_s: float) -> None:
+        overdue = {i: s for i, s in self._sinks.items() if isinstance(s, _Aborted) and s.due_s <= now_s}
+        for call_id in overdue:
+            del self._sinks[call_id]
+        if not overdue:
+            return
+        self._listener.on_abort_unanswered(self.record, len(overdue))
+        self._note_idle()
+        for request_id in {sink.request_id for sink in overdue.values() if sink.request_id}:
+            task = asyncio.create_task(self.abort_request(request_id, "its abort was not answered"))
+            self._reminders.add(task)
+            task.add_done_callback(self._reminders.discard)
+
     # -- life --
 
     def start(self) -> None:
@@ -163,6 +282,11 @@ class ReplicaSession:
     async def close(self) -> None:
         """End now; open calls fail with UNAVAILABLE. May be called more than once."""
         self._closing = True
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            self._watchdog = None
+        for reminder in self._reminders:
+            reminder.cancel()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -187,7 +311,7 @@ class ReplicaSession:
             await self.close()
 
     async def _run(self) -> None:
-        backoff = Backoff(initial_s=0.05, max_s=1.0)
+        backoff = Backoff(initial_s=0.05, max_s=_MOST_BACKOFF_S)
         patience = Backoff(initial_s=0.2, max_s=10.0)
         try:
             while True:
@@ -200,6 +324,7 @@ class ReplicaSession:
                 except grpc.aio.AioRpcError as error:
                     reason, refused = errors.from_rpc_error(error).message, error.code() in _REFUSALS
                 except TimeoutError:
+                    self._hung = True
                     reason, refused = f"no welcome within {self._connect_timeout_s:g} s", False
                 except Exception as error:  # noqa: BLE001 -- whatever it is, it must cost this session only
                     _log.exception("session failed", **self._who())
@@ -208,7 +333,10 @@ class ReplicaSession:
                     channel, self._channel = self._channel, None
                     if channel is not None:
                         await channel.close(None)
+                if self._hung:
+                    reason = f"it hangs: no sign of life for {self._hung_after_s or self._connect_timeout_s:g} s"
                 self._broke(reason)
+                self._hung = False
                 if self._retiring:
                     return
                 if refused:
@@ -219,32 +347,39 @@ class ReplicaSession:
 
     async def _serve(self, channel: grpc.aio.Channel, backoff: Backoff) -> None:
         open_stream: Callable[[], _Stream] = stage_service_pb2_grpc.StageServiceStub(channel).Session  # type: ignore[assignment]
-        call = open_stream()
+        call = self._stream = open_stream()
+        self._silence.reset()
         try:
-            hello = stage_service_pb2.SessionHello(gateway_id=self._gateway_id, replica=self.record.ref)
-            async with asyncio.timeout(self._connect_timeout_s):
-                await call.write(stage_service_pb2.SessionRequest(hello=hello))
-                first = await call.read()
-            if not isinstance(first, stage_service_pb2.SessionResponse):
-                return
-            backoff.reset()
-            self.connected, self._broken = True, ""
-            _log.info("session open", **self._who())
-            self._listener.on_session(self.record, True)
-            self._take(first)
-            writer = asyncio.create_task(self._write(call))
-            try:
-                while isinstance(frame := await call.read(), stage_service_pb2.SessionResponse):
-                    self._take(frame)
-            except asyncio.CancelledError:
-                # gRPC reports a call that the writer gave up in the same way as the cancellation of this task.
-                if (task := asyncio.current_task()) is not None and task.cancelling():
-                    raise
-            finally:
-                writer.cancel()
-                await asyncio.gather(writer, return_exceptions=True)
+            await self._converse(call, backoff)
+        except asyncio.CancelledError:
+            # gRPC reports a call that was given up here in the same way as the cancellation of this task.
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
         finally:
+            self._stream = None
             call.cancel()
+
+    async def _converse(self, call: _Stream, backoff: Backoff) -> None:
+        hello = stage_service_pb2.SessionHello(gateway_id=self._gateway_id, replica=self.record.ref)
+        if self._hung_after_s:
+            hello.beat_interval.CopyFrom(to_duration(BEAT_S))
+        async with asyncio.timeout(self._connect_timeout_s):
+            await call.write(stage_service_pb2.SessionRequest(hello=hello))
+            first = await call.read()
+        if not isinstance(first, stage_service_pb2.SessionResponse):
+            return
+        backoff.reset()
+        self.connected, self._broken = True, ""
+        _log.info("session open", **self._who())
+        self._listener.on_session(self.record, True)
+        self._take(first)
+        writer = asyncio.create_task(self._write(call))
+        try:
+            while isinstance(frame := await call.read(), stage_service_pb2.SessionResponse):
+                self._take(frame)
+        finally:
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
 
     async def _write(self, call: _Stream) -> None:
         try:
@@ -253,6 +388,9 @@ class ReplicaSession:
                 self._wake.clear()
                 calls, self._calls = self._calls, []
                 aborts, self._aborts = self._aborts, []
+                if self._lazy_aborts:
+                    aborts += self._lazy_aborts
+                    self._lazy_aborts.clear()
                 for frame in _frames(calls, aborts):
                     self.frames_sent += 1
                     await call.write(frame)
@@ -291,6 +429,8 @@ class ReplicaSession:
         sinks, self._sinks = self._sinks, {}
         self._calls.clear()
         self._aborts.clear()
+        self._lazy_aborts.clear()
+        self.breaks += self.connected
         known, self._broken = bool(self._broken), reason
         was_connected, self.connected = self.connected, False
         if not self._closing and not known:
@@ -309,7 +449,7 @@ class ReplicaSession:
         return errors.UnavailableError(
             f"replica {ref.stage.pipeline}/{ref.stage.stage_id}/{ref.replica_id}@{ref.epoch} at {self.record.endpoint} "
             f"was lost: {reason}",
-            reason="REPLICA_LOST",
+            reason="REPLICA_HUNG" if self._hung else "REPLICA_LOST",
             metadata=self._who(),
         )
 

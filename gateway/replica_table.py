@@ -44,6 +44,8 @@ class ReplicaView:
     """Our session to this claim is down."""
     draining: bool = False
     """The worker told us, maybe before the control plane did."""
+    silent: bool = False
+    """It has said nothing in our session for a while, though it has calls."""
     lacking: tuple[str, ...] = ()
     """Connectors that its stage needs and that it cannot use now."""
 
@@ -77,7 +79,7 @@ class ReplicaView:
     @property
     def suspect(self) -> bool:
         """Take it only if nothing better is left."""
-        return self.record.suspect
+        return self.record.suspect or self.silent
 
 
 class TableListener(Protocol):
@@ -175,7 +177,13 @@ class ReplicaTable:
         """The session to this claim broke, or is up. Other epochs of the id are not touched."""
         view = self.replicas.get(key)
         if view is not None and view.epoch == epoch:
-            self._set(key, dataclasses.replace(view, broken=broken))
+            self._set(key, dataclasses.replace(view, broken=broken, silent=False))
+
+    def mark_silent(self, key: ReplicaKey, epoch: int, silent: bool) -> None:
+        """It says nothing though it has calls of ours; or it speaks again."""
+        view = self.replicas.get(key)
+        if view is not None and view.epoch == epoch:
+            self._set(key, dataclasses.replace(view, silent=silent))
 
     def mark_draining(self, key: ReplicaKey, epoch: int) -> None:
         """The worker behind this claim takes no new calls."""

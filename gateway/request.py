@@ -93,6 +93,8 @@ class RequestState:
         self.finish_reason = ""
         self.delivered = False
         """The consumer has taken output; from here on nothing can be taken back."""
+        self.replays = 0
+        """How often lost stages were begun again after output."""
         self.started_s = time.monotonic()
         self.first_output_s: float | None = None
         """Monotonic."""
@@ -155,6 +157,7 @@ class RequestState:
         self._buffered_bytes = 0
         self.usage = Usage()
         self.finish_reason = ""
+        self.first_output_s = None
 
     def end(self, status: str, error: errors.OmniError | None = None) -> None:
         """Set the outcome, stop what runs, and wake the consumer. Only the first call counts."""

@@ -38,6 +38,7 @@ class Router:
         policy: str,
         gateway_id: str,
         max_wait_s: float = 10.0,
+        hung_after_s: float = 3.0,
         rng: random.Random | None = None,
         clock: Clock = SYSTEM_CLOCK,
         connect: Callable[[str], grpc.aio.Channel] = rpc.channel,
@@ -46,9 +47,12 @@ class Router:
         self.pools: dict[StageKey, StagePool] = {}
         self.sessions: dict[Claim, ReplicaSession] = {}
         self.sessions_broken: dict[StageKey, int] = {}
+        self.replicas_hung: dict[StageKey, int] = {}
+        self.aborts_unanswered: dict[StageKey, int] = {}
         self._policy = policy
         self._gateway_id = gateway_id
         self._max_wait_s = max_wait_s
+        self._hung_after_s = hung_after_s
         self._rng = rng or random.Random()
         self._clock = clock
         self._connect = connect
@@ -141,7 +145,9 @@ class Router:
             # The record was overwritten in place: the same claim, served elsewhere.
             self._retire(new.claim)
         if record.state != types_pb2.REPLICA_STATE_STARTING and new.claim not in self.sessions and not self._closed:
-            session = ReplicaSession(record, self, gateway_id=self._gateway_id, connect=self._connect)
+            session = ReplicaSession(
+                record, self, gateway_id=self._gateway_id, connect=self._connect, hung_after_s=self._hung_after_s
+            )
             self.sessions[new.claim] = session
             session.start()
         slot.session = self.sessions.get(new.claim)
@@ -180,6 +186,21 @@ class Router:
         """Take it out of routing; the control plane will say so too."""
         if (view := self._view_of(record)) is not None:
             self.table.mark_draining(view.key, view.epoch)
+
+    def on_silence(self, record: types_pb2.Replica, silent: bool) -> None:
+        """Who says nothing is taken like a suspect: only if nobody better is left."""
+        if (view := self._view_of(record)) is not None:
+            self.table.mark_silent(view.key, view.epoch, silent)
+
+    def on_hung(self, record: types_pb2.Replica) -> None:
+        """Count it; that its session is down takes it out of routing."""
+        stage = (record.ref.stage.pipeline, record.ref.stage.stage_id)
+        self.replicas_hung[stage] = self.replicas_hung.get(stage, 0) + 1
+
+    def on_abort_unanswered(self, record: types_pb2.Replica, calls: int) -> None:
+        """Count them."""
+        stage = (record.ref.stage.pipeline, record.ref.stage.stage_id)
+        self.aborts_unanswered[stage] = self.aborts_unanswered.get(stage, 0) + calls
 
     def _view_of(self, record: types_pb2.Replica) -> ReplicaView | None:
         """The replica that the session of ``record`` speaks for; None if another instance or address has followed."""

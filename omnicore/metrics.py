@@ -75,6 +75,15 @@ GATEWAY_KEY_ACTIVE = Metric(
 GATEWAY_RETRIES = Metric(
     "omni_gateway_retries_total", "counter", "Attempts begun again before any output.", ("pipeline",)
 )
+GATEWAY_RETRIES_REFUSED = Metric(
+    "omni_gateway_retries_refused_total", "counter", "Retries that the budget over all requests did not allow."
+)
+GATEWAY_REPLAYS = Metric(
+    "omni_gateway_replays_total",
+    "counter",
+    "Stages that were lost after output had begun, by what became of the request.",
+    ("pipeline", "stage", "outcome"),
+)
 GATEWAY_PROMPT_TOKENS = Metric(
     "omni_gateway_prompt_tokens_total", "counter", "Prompt tokens of finished requests.", ("pipeline",)
 )
@@ -98,6 +107,15 @@ GATEWAY_REPLICAS = Metric(
 )
 GATEWAY_SESSIONS_BROKEN = Metric(
     "omni_gateway_sessions_broken_total", "counter", "Sessions to replicas that broke.", ("pipeline", "stage")
+)
+GATEWAY_REPLICAS_HUNG = Metric(
+    "omni_gateway_replicas_hung_total", "counter", "Replicas that were silent for too long.", ("pipeline", "stage")
+)
+GATEWAY_ABORTS_UNANSWERED = Metric(
+    "omni_gateway_aborts_unanswered_total",
+    "counter",
+    "Aborted calls whose end the replica did not tell in time.",
+    ("pipeline", "stage"),
 )
 GATEWAY_BINDINGS = Metric("omni_gateway_bindings", "gauge", "Requests bound to replicas, over all stages.")
 GATEWAY_EDGE_INFLIGHT = Metric(

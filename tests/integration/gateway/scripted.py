@@ -72,9 +72,14 @@ class ScriptedWorker(stage_service_pb2_grpc.StageServiceServicer):
         self.script = script
         self.calls: list[stage_service_pb2.StageCall] = []
         self.aborts: list[int] = []
+        self.released: list[int] = []
+        """Those of calls that had ended, whose data was kept."""
         self.aborted_requests: list[str] = []
         self.running: dict[int, asyncio.Task[None]] = {}
         self.sessions: set[asyncio.Queue[stage_service_pb2.SessionResponse]] = set()
+        self.answers_aborts = True
+        self._awake = asyncio.Event()
+        self._awake.set()
         self.endpoint = ""
         self._server: rpc.RunningServer | None = None
 
@@ -102,6 +107,14 @@ class ScriptedWorker(stage_service_pb2_grpc.StageServiceServicer):
         await asyncio.gather(*self.running.values(), return_exceptions=True)
         self.running.clear()
 
+    def freeze(self) -> None:
+        """As SIGSTOP looks from outside: connections stand, nothing is read or sent."""
+        self._awake.clear()
+
+    def wake(self) -> None:
+        """Go on."""
+        self._awake.set()
+
     def record(self) -> types_pb2.Replica:
         return types_pb2.Replica(
             ref=self.ref, endpoint=self.endpoint, state=types_pb2.REPLICA_STATE_READY, engine="sim"
@@ -116,19 +129,31 @@ class ScriptedWorker(stage_service_pb2_grpc.StageServiceServicer):
         self, request_iterator: AsyncIterator[stage_service_pb2.SessionRequest], context: rpc.ServicerContext
     ) -> AsyncIterator[stage_service_pb2.SessionResponse]:
         first = await anext(request_iterator)
+        await self._awake.wait()
         if first.hello.replica.epoch != self.ref.epoch:
             raise errors.FailedPreconditionError(f"epoch is {self.ref.epoch}, not {first.hello.replica.epoch}")
         yield stage_service_pb2.SessionResponse(welcome=stage_service_pb2.SessionWelcome(replica=self.ref))
         frames: asyncio.Queue[stage_service_pb2.SessionResponse] = asyncio.Queue()
         self.sessions.add(frames)
-        reader = asyncio.create_task(self._read(request_iterator, frames))
+        tasks = [asyncio.create_task(self._read(request_iterator, frames))]
+        if first.hello.HasField("beat_interval"):
+            tasks.append(asyncio.create_task(self._beat(first.hello.beat_interval.ToNanoseconds() / 1e9, frames)))
         try:
             while True:
-                yield await frames.get()
+                frame = await frames.get()
+                await self._awake.wait()
+                yield frame
         finally:
             self.sessions.discard(frames)
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _beat(self, interval_s: float, frames: asyncio.Queue[stage_service_pb2.SessionResponse]) -> None:
+        while True:
+            await asyncio.sleep(interval_s)
+            if self.running and self._awake.is_set():
+                frames.put_nowait(stage_service_pb2.SessionResponse())
 
     async def _read(
         self,
@@ -136,10 +161,17 @@ class ScriptedWorker(stage_service_pb2_grpc.StageServiceServicer):
         frames: asyncio.Queue[stage_service_pb2.SessionResponse],
     ) -> None:
         async for frame in requests:
+            await self._awake.wait()
             for call_id in frame.aborts:
                 self.aborts.append(call_id)
-                if (task := self.running.pop(call_id, None)) is not None:
-                    task.cancel()
+                if (task := self.running.pop(call_id, None)) is None:
+                    self.released.append(call_id)
+                    continue
+                task.cancel()
+                if self.answers_aborts:
+                    error = errors.RequestCancelledError("aborted by the gateway", reason="ABORTED").to_status()
+                    end = stage_service_pb2.StageEvent(call_id=call_id, error=error)
+                    frames.put_nowait(stage_service_pb2.SessionResponse(events=[end]))
             for call in frame.calls:
                 self.calls.append(call)
                 task = asyncio.create_task(self._run(Call(call, self, frames)))

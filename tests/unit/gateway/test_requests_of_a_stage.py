@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from gateway.attempt import merge_sampling
+from gateway.stage_calls import merge_sampling
 from gateway.graph import PipelineGraph, StageStep
 from omni.v1 import sampling_pb2
 from tests.support.pipelines import speech_pipeline

@@ -1,0 +1,443 @@
+"""One request on its way through its stages: calls at replicas, and new calls where some are lost.
+
+``run`` dispatches and returns when every stage has finished, or raises what ended it; whatever happens, leaving it
+means that nothing of the request is left anywhere: calls aborted, places released, kept data given back.
+
+Flowing edges (``async_chunk``): all stages are dispatched at once, so that chunks go from worker to worker. Other
+edges: a stage is dispatched with its producers' handles when they have finished.
+
+A call that fails in a way that another replica may mend begins a new attempt of the stages that ``replay`` names; the
+others go on. Before the client's output has begun that is a retry, afterwards a replay; each has its own limit. While
+nothing has left this process, everything may also begin again.
+
+Edges with ``max_inflight``: before a stage is dispatched, the request takes its turn at each limited edge into it, in
+order of the edges' ends, and keeps them until that stage has ended. All that a dispatch needs is taken before anything
+of it runs, and what runs waits for no turn: so requests never wait for each other in a circle. A stage that starts
+again keeps the turns it has, or goes without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from gateway import failures
+from gateway.emitted import Skip
+from gateway.paths import EdgePaths
+from gateway.replay import Move, plan_restart, spoils_output
+from gateway.replica_table import Claim
+from gateway.request import RequestState
+from gateway.retry_budget import RetryBudget
+from gateway.router import Router
+from gateway.stage_calls import CallMaker
+from gateway.stage_pool import Assignment
+from gateway.stage_work import EdgeKey, StageRun, StageWork
+from omni.v1 import output_pb2
+from omnicore import errors
+from omnicore.backoff import Backoff
+from omnicore.log import get_logger
+from omnicore.turns import Turn, Turns
+
+_log = get_logger(__name__)
+
+NEIGHBOUR_WAIT_S = 0.3
+"""A consumer often reports its producer's death before we hear of it ourselves; both are connections that break."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """How often one request may begin again."""
+
+    retries: int = 2
+    """Before its output has begun, or all over while none of it has left this process."""
+    replays: int = 2
+    """Afterwards. 0: replicas are not asked to keep data, and output is not noted."""
+
+
+class Counts:
+    """What happened to all requests of a gateway, for its metrics."""
+
+    def __init__(self) -> None:
+        self.retries: dict[str, int] = {}
+        """Pipeline → attempts begun again before any output."""
+        self.replays: dict[tuple[str, int, str], int] = {}
+        """Pipeline, stage that was lost, "done" or "failed" or "refused" → replays."""
+
+    def retried(self, pipeline: str) -> None:
+        """A request began again."""
+        self.retries[pipeline] = self.retries.get(pipeline, 0) + 1
+
+    def replayed(self, pipeline: str, stage_id: int, outcome: str) -> None:
+        """A replay has come to its end, or was not begun."""
+        key = (pipeline, stage_id, outcome)
+        self.replays[key] = self.replays.get(key, 0) + 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExecutionParts:
+    """What the executions of a gateway share."""
+
+    router: Router
+    edges: Turns[EdgeKey]
+    paths: EdgePaths
+    limits: Limits
+    budget: RetryBudget
+    counts: Counts
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Failure:
+    run: StageRun
+    error: errors.OmniError
+
+
+class Execution:
+    """See the module. One owner task awaits ``run``; session readers call ``call_finished`` and ``call_failed``."""
+
+    def __init__(self, state: RequestState, parts: ExecutionParts) -> None:
+        self.state = state
+        retains = parts.limits.replays > 0
+        self.works: dict[int, StageWork] = {
+            step.stage_id: StageWork(step, retains=retains and bool(step.outputs)) for step in state.plan.steps
+        }
+        self.attempt = 0
+        """Number of the newest attempt; fences its data from that of earlier ones."""
+        self.tried: set[Claim] = set()
+        """Instances that failed at this request and still take others."""
+        self._parts = parts
+        self._router = parts.router
+        self._maker = CallMaker(state, self.works, parts.paths)
+        self._flows = state.plan.async_chunk
+        self._records_output = retains
+        self._left = len(self.works)
+        self._ready: list[StageWork] = []
+        self._failures: list[_Failure] = []
+        self._changed: asyncio.Future[None] | None = None
+        self._retries = 0
+        self._free_left = 2 * len(self.works)
+        self._replayed_stages: list[int] = []
+        self._backoff = Backoff(initial_s=0.02, max_s=0.5)
+        self._stopped = False
+
+    async def run(self) -> None:
+        """Returns when all stages have finished. Raises what ended the request."""
+        self._ready = [work for work in self.works.values() if self._flows or not work.step.inputs]
+        try:
+            while not self._stopped:
+                if self._failures:
+                    await self._recover()
+                elif self._ready:
+                    ready, self._ready = self._ready, []
+                    await self._dispatch(ready)
+                elif self._left == 0:
+                    return
+                else:
+                    await self._change(None)
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """Abort the calls that run, release every place, let go of kept data. Further calls do nothing."""
+        if self._stopped:
+            return
+        self._stopped = True
+        complete = self._left == 0
+        for work in self.works.values():
+            work.stop(complete=complete)
+        for stage_id in self._replayed_stages:
+            self._parts.counts.replayed(self.state.spec.graph.name, stage_id, "done" if complete else "failed")
+        self._wake()
+
+    # -- what calls tell --
+
+    def call_finished(self, run: StageRun, finish: output_pb2.CallFinish) -> None:
+        """A call is complete; with it maybe its stage, and the request."""
+        work = run.work
+        if not all(other.finished for other in work.runs):
+            return
+        if not work.counted:
+            work.counted = True
+            self._count(work, finish)
+        work.finished = True
+        work.end()
+        self.state.note("stage_finished", run.ref, finish.reason)
+        self._left -= 1
+        if self._left == 0:
+            self.state.end("finished")
+        elif not self._flows:
+            for edge in work.step.outputs:
+                consumer = self.works[edge.to_stage]
+                if not consumer.runs and not consumer.finished and self._has_inputs(consumer):
+                    self._ready.append(consumer)
+        self._wake()
+
+    def call_failed(self, run: StageRun, error: errors.OmniError) -> None:
+        """A call has failed: the request begins again in part, or ends."""
+        if self._stopped:
+            return
+        if error.reason in failures.LEAVING and failures.blamed_stage(error) in (None, run.work.stage_id):
+            self._router.on_draining(run.session.record)
+        if failures.may_be_mended(error) and self._may_begin_again():
+            self._failures.append(_Failure(run, error))
+            self._wake()
+        else:
+            self.state.end("failed", error)  # stops this as well
+
+    def _count(self, work: StageWork, finish: output_pb2.CallFinish) -> None:
+        state, step = self.state, work.step
+        usage = state.usage
+        usage.completion_tokens += finish.completion_tokens
+        if step.is_entry:
+            usage.prompt_tokens += finish.prompt_tokens
+        is_text = step.stage.final_output_type == "text"
+        if is_text:
+            usage.text_tokens += finish.completion_tokens
+        # The reason that clients look for is that of the text ("length": cut off); else of whatever they get.
+        if step.emits and (is_text or not state.finish_reason):
+            state.finish_reason = finish.reason
+
+    def _has_inputs(self, work: StageWork) -> bool:
+        return all(self.works[edge.from_stage].finished for edge in work.step.inputs)
+
+    def _wake(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+
+    async def _change(self, timeout_s: float | None) -> None:
+        """Return when something has happened, or it took too long."""
+        self._changed = asyncio.get_running_loop().create_future()
+        if timeout_s is None:
+            await self._changed
+        else:
+            await asyncio.wait((self._changed,), timeout=timeout_s)
+
+    # -- beginning again --
+
+    def _may_begin_again(self) -> bool:
+        """Some limit is not reached yet."""
+        limits, state = self._parts.limits, self.state
+        if state.first_output_s is not None and len(self._replayed_stages) < limits.replays:
+            return True
+        return not state.delivered and self._retries < limits.retries
+
+    async def _recover(self) -> None:
+        """Begin again what has failed. Raises the first failure if that cannot be."""
+        await self._gather()
+        if self._stopped:
+            return
+        failed, self._failures = self._failures, []
+        state, first = self.state, failed[0]
+        culprits = self._take_in(failed)
+        begun = state.first_output_s is not None
+        facts = [work.facts() for work in self.works.values()]
+        moves: dict[int, Move] = plan_restart(facts)
+        replays = begun and len(self._replayed_stages) < self._parts.limits.replays
+        if begun and not state.delivered and (not replays or spoils_output(facts, moves)):
+            replays = False
+            moves = {}  # all of it, from nothing
+        elif begun and not replays:
+            raise self._refused(first)
+        free = bool(moves) and self._free_left > 0 and all(failures.costs_no_try(f.error) for f in failed)
+        if free:
+            self._free_left -= 1
+        else:
+            if not replays and self._retries >= self._parts.limits.retries:
+                raise self._refused(first)
+            if any(failures.needs_budget(failure.error) for failure in failed) and not self._parts.budget.take():
+                raise self._refused(first)
+        self._check_alternatives(first, culprits, moves)
+        self._begin_again(moves, first, culprits, replays, free)
+
+    async def _gather(self) -> None:
+        """Let all hear what else has failed: one lost worker is often reported by its neighbours as well."""
+        if len(self.works) == 1 and all(not failures.needs_budget(failure.error) for failure in self._failures):
+            return
+        await asyncio.sleep(self._backoff.next_delay_s())
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + NEIGHBOUR_WAIT_S
+        while not self._stopped and (left_s := deadline_s - loop.time()) > 0 and self._neighbour_fails():
+            await self._change(left_s)
+
+    def _neighbour_fails(self) -> bool:
+        """A stage that a failure names has not failed itself yet."""
+        for failure in self._failures:
+            named = failures.waits_for(failure.error)
+            work = self.works.get(named) if named is not None else None
+            if work is not None and work is not failure.run.work and any(not run.ended for run in work.runs):
+                return True
+        return False
+
+    def _take_in(self, failed: Sequence[_Failure]) -> set[Claim]:
+        """Note what the failures say; returns the instances not to use again for this request."""
+        for failure in failed:
+            work = failure.run.work
+            if failure.error.reason == failures.RESUME_UNSUPPORTED:
+                work.resume_refused = True
+            if failures.is_data_gone(failure.error):
+                for producer in self._producers_named(failure):
+                    producer.data_gone = True
+            lost = failures.lost_producer(failure.error)
+            if lost is not None and lost in self.works and not self.works[lost].finished:
+                for run in self.works[lost].runs:
+                    run.abort()
+        culprits = set(self._culprits(failed))
+        self.tried |= culprits
+        return culprits
+
+    def _producers_named(self, failure: _Failure) -> list[StageWork]:
+        producers = [self.works[edge.from_stage] for edge in failure.run.work.step.inputs]
+        peer = failure.error.metadata.get("peer_stage", "")
+        return [work for work in producers if str(work.stage_id) == peer] or producers
+
+    def _culprits(self, failed: Sequence[_Failure]) -> Iterable[Claim]:
+        """Instances that take requests but failed at this one. Who is gone needs no mention: nobody is sent there."""
+        claims = {work.stage_id: work.run.assignment.slot.claim for work in self.works.values() if work.runs}
+        if any(not self._router.is_routable(claim) for claim in claims.values()):
+            failed = [failure for failure in failed if failures.needs_budget(failure.error)]
+        for failure in failed:
+            if failures.costs_no_try(failure.error):
+                continue
+            blamed = failures.blamed_stage(failure.error)
+            claim = claims.get(blamed) if blamed is not None else None
+            if claim is None:
+                claim = failure.run.assignment.slot.claim
+            # Whom only a connection failed may be tried again where there is nobody else.
+            must_go = failures.needs_budget(failure.error)
+            if self._router.is_routable(claim) and (must_go or self._has_alternative(claim)):
+                yield claim
+
+    def _check_alternatives(self, first: _Failure, culprits: Iterable[Claim], moves: dict[int, Move]) -> None:
+        """Raises the failure if a replica that goes on answering is the only one: waiting would change nothing."""
+        for claim in culprits:
+            if moves and claim[1] not in moves:
+                continue
+            if not self._has_alternative(claim):
+                raise self._refused(first)
+
+    def _has_alternative(self, claim: Claim) -> bool:
+        """Another replica of its stage takes requests, and has not failed at this one."""
+        pool = self._router.pools.get(claim[:2])
+        return pool is not None and any(
+            slot.view.routable and slot.claim != claim and slot.claim not in self.tried for slot in pool.slots.values()
+        )
+
+    def _refused(self, failure: _Failure) -> errors.OmniError:
+        if self.state.first_output_s is not None:
+            self._parts.counts.replayed(self.state.spec.graph.name, failure.run.work.stage_id, "refused")
+        return failure.error
+
+    def _begin_again(
+        self, moves: dict[int, Move], first: _Failure, culprits: set[Claim], replays: bool, free: bool
+    ) -> None:
+        """Abort what starts again, and make it ready. Nothing in here waits. No ``moves``: everything, from nothing."""
+        state, again = self.state, [work for work in self.works.values() if not moves or work.stage_id in moves]
+        self.attempt += 1
+        self._left += sum(work.finished for work in again)
+        for work in again:
+            work.restart(moves.get(work.stage_id))
+            if not moves:
+                work.emitted.clear()
+                work.counted = False
+        if not moves:
+            state.discard_output()
+        again_ids = {work.stage_id for work in again}
+        waiting = {work.stage_id for work in self._ready} | again_ids
+        self._ready = [w for w in self.works.values() if w.stage_id in waiting and (self._flows or self._has_inputs(w))]
+        pipeline, stage_id, error = state.spec.graph.name, first.run.work.stage_id, first.error
+        if not free:
+            if replays:
+                state.replays += 1
+                self._replayed_stages.append(stage_id)
+            else:
+                self._retries += 1
+                self._parts.counts.retried(pipeline)
+        how = ", ".join(f"{work.stage_id}: {work.move.value if work.move else 'anew'}" for work in again)
+        state.note("replayed" if replays else "retried", first.run.ref, f"{error.message} ({how})")
+        _log.warning(
+            "request replayed" if replays else "request retried",
+            request_id=state.request_id,
+            attempt=self.attempt,
+            stage=stage_id,
+            reason=error.message,
+            restarted=how,
+            excluded=sorted(culprits),
+        )
+
+    # -- dispatch --
+
+    async def _dispatch(self, works: list[StageWork]) -> None:
+        """Pick for all of ``works``, then call all: flowing stages must know each other's replicas."""
+        picked = list[Assignment]()
+        turns: dict[int, list[Turn[EdgeKey]]] = {}
+        runs: list[StageRun] = []
+        try:
+            if not await self._take_turns(works, turns):
+                return
+            for work in works:
+                picked.append(await self._pick(work))
+            if not self._stopped:
+                runs = [self._new_run(work, assignment) for work, assignment in zip(works, picked, strict=True)]
+        finally:
+            if not runs:
+                for assignment in picked:
+                    assignment.release()
+                for waiting in turns.values():
+                    for turn in waiting:
+                        turn.leave()
+        for run in runs:
+            run.work.turns = [*run.work.turns, *turns.get(run.work.stage_id, ())]
+            run.work.started = True
+            run.work.runs.append(run)
+        for run in runs:
+            if self._stopped:
+                return
+            self._submit(run)
+
+    async def _pick(self, work: StageWork) -> Assignment:
+        spec = self.state.spec
+        return await self._router.pick(
+            (spec.graph.name, work.stage_id),
+            self.state.wire_id,
+            session_id=spec.session_id,
+            exclude=self.tried,
+            max_wait_s=None,
+        )
+
+    def _new_run(self, work: StageWork, assignment: Assignment) -> StageRun:
+        session = assignment.slot.session
+        if session is None:
+            raise errors.UnavailableError(f"replica {assignment.slot.key} has no session", reason="REPLICA_LOST")
+        run = StageRun(self, self.state, work, assignment, session)
+        run.attempt = self.attempt
+        run.keeps_outputs = bool(work.step.outputs) and not self._flows
+        run.emits = work.step.emits and work.move is not Move.REMAKE
+        if run.emits and self._records_output:
+            run.emitted = work.emitted
+        if work.move is not None and work.emitted.anything:
+            run.resumed = work.emitted.resumable and not work.resume_refused
+            if run.emits and not run.resumed:
+                run.skip = Skip(work.emitted, work.stage_id)
+        return run
+
+    def _submit(self, run: StageRun) -> None:
+        try:
+            run.call_id = run.session.submit(self._maker.call(run), run)
+        except errors.UnavailableError as error:
+            run.on_error(error)
+        else:
+            self.state.note("dispatched", run.ref, run.assignment.reason)
+
+    async def _take_turns(self, works: Sequence[StageWork], turns: dict[int, list[Turn[EdgeKey]]]) -> bool:
+        """Return True when it is this request's turn at every limited edge into those of ``works`` that start for the
+        first time; False when it was stopped. ``turns`` gets those it took, by stage."""
+        name = self.state.spec.graph.name
+        limited = [e for work in works if not work.started for e in work.step.inputs if e.max_inflight]
+        for edge in sorted(limited, key=lambda edge: (edge.from_stage, edge.to_stage)):
+            turn = self._parts.edges.queue((name, edge.from_stage, edge.to_stage), edge.max_inflight)
+            turns.setdefault(edge.to_stage, []).append(turn)
+            if not turn.mine:
+                self.state.note("waits_for_edge", detail=f"{edge.from_stage}→{edge.to_stage}")
+                if not await turn.come():
+                    return False
+        return True

@@ -1,0 +1,110 @@
+"""Makes the calls of a request's stages: what is asked of each, where its input is, where its output goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from gateway.graph import RoutePlan, StageStep
+from gateway.paths import EdgePaths
+from gateway.replay import Move
+from gateway.request import RequestState
+from gateway.stage_work import StageRun, StageWork
+from omni.v1 import pipeline_pb2, sampling_pb2, stage_service_pb2
+from omnicore.routing import AUTO
+
+
+class CallMaker:
+    """Makes the calls of one request. ``works`` are all its stages, by id; those to be read from have their calls."""
+
+    __slots__ = ("_deadline_s", "_paths", "_plan", "_state", "_works")
+
+    def __init__(self, state: RequestState, works: Mapping[int, StageWork], paths: EdgePaths) -> None:
+        self._state = state
+        self._plan: RoutePlan = state.plan
+        self._works = works
+        self._paths = paths
+        self._deadline_s = state.started_s + state.spec.timeout_s
+
+    def call(self, run: StageRun) -> stage_service_pb2.StageCall:
+        """The call of ``run``, whose attempt and way of starting are set."""
+        work, spec = run.work, self._state.spec
+        step = work.step
+        call = stage_service_pb2.StageCall(
+            request_id=self._state.wire_id,
+            attempt=run.attempt,
+            emit_output=run.emits,
+            sampling=merge_sampling(step, spec.sampling),
+            traceparent=spec.trace_parent,
+            speech=spec.speech,
+        )
+        left_s = max(self._deadline_s - time.monotonic(), 0.001)
+        call.timeout.seconds, call.timeout.nanos = int(left_s), int(left_s % 1 * 1e9)
+        if step.is_entry:
+            call.prompt.CopyFrom(spec.prompt)
+        if run.resumed:
+            call.resume.token_ids.extend(work.emitted.token_ids)
+            call.resume.text = work.emitted.text
+            if work.move is Move.REMAKE:
+                # It had ended after these: whatever it ended for, it must not go on now.
+                call.sampling.max_tokens = len(work.emitted.token_ids)
+        for edge in step.inputs:
+            call.inputs.append(self._input(run, edge))
+        for edge in step.outputs:
+            call.outputs.add(
+                to_stage=edge.to_stage,
+                flow=self._plan.async_chunk,
+                chunk_by=edge.chunk_by,
+                connector=self._connector(run, edge),
+                consumers=1,
+                retain=work.retains,
+            )
+        return call
+
+    def _connector(self, run: StageRun, edge: pipeline_pb2.Edge) -> str:
+        kind = self._plan.connector_kind(edge)
+        consumer = self._works[edge.to_stage]
+        if kind != AUTO or not consumer.runs:  # data that is published before its consumer is known
+            return kind
+        views = run.assignment.slot.view, consumer.run.assignment.slot.view
+        return self._paths.connector(self._plan, edge, views[0].record, views[1].record)
+
+    def _input(self, run: StageRun, edge: pipeline_pb2.Edge) -> stage_service_pb2.EdgeInput:
+        producer = self._works[edge.from_stage].run
+        result = stage_service_pb2.EdgeInput(from_stage=edge.from_stage)
+        if self._plan.async_chunk:
+            result.flow.replica.CopyFrom(producer.ref)
+            result.flow.endpoint = producer.session.record.endpoint
+            result.flow.window = edge.window_size
+            if producer.attempt != run.attempt:
+                result.flow.attempt = producer.attempt
+        else:
+            result.handles.SetInParent()
+            for output in producer.outputs.get(edge.to_stage, ()):
+                result.handles.handles.extend(output.handles)
+        return result
+
+
+# What a client says of the whole request rather than of the stage where it enters.
+_EVERYWHERE = ("seed", "num_inference_steps", "guidance_scale", "width", "height")
+
+
+def merge_sampling(step: StageStep, asked: sampling_pb2.SamplingParams) -> sampling_pb2.SamplingParams:
+    """The stage's defaults under what the client asked.
+
+    Token limits, temperature and the like steer the stage where the request enters; later stages keep their own,
+    since a limit on words must not cut the speech of those words.
+    """
+    merged = sampling_pb2.SamplingParams()
+    merged.CopyFrom(step.stage.default_sampling_params)
+    if step.is_entry:
+        if asked.stop:
+            del merged.stop[:]
+        if asked.stop_token_ids:
+            del merged.stop_token_ids[:]
+        merged.MergeFrom(asked)
+    else:
+        for name in _EVERYWHERE:
+            if asked.HasField(name):  # type: ignore[arg-type]
+                setattr(merged, name, getattr(asked, name))
+    return merged

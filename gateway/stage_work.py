@@ -1,0 +1,231 @@
+"""One stage of one request: what it has brought, and its calls, one after the other or several at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from gateway.emitted import Emitted, Skip
+from gateway.graph import StageStep
+from gateway.replay import Move, StageFacts, Standing
+from gateway.replica_session import ReplicaSession
+from gateway.request import RequestState
+from gateway.stage_pool import Assignment
+from omni.v1 import output_pb2, stage_service_pb2, types_pb2
+from omnicore import errors
+from omnicore.turns import Turn
+
+EdgeKey = tuple[str, int, int]
+"""Pipeline, producer stage, consumer stage."""
+
+
+class CallOwner(Protocol):
+    """Who acts on a call's end."""
+
+    def call_finished(self, run: StageRun, finish: output_pb2.CallFinish) -> None:
+        """It ended well."""
+        ...
+
+    def call_failed(self, run: StageRun, error: errors.OmniError) -> None:
+        """It ended otherwise, or its session broke."""
+        ...
+
+
+class StageRun:
+    """One call at one replica: a ``CallSink``."""
+
+    __slots__ = (
+        "assignment", "attempt", "call_id", "emits", "emitted", "ended", "finished", "keeps_outputs", "outputs",
+        "owner", "ref", "resumed", "session", "session_breaks", "skip", "state", "work",
+    )  # fmt: skip
+
+    def __init__(
+        self, owner: CallOwner, state: RequestState, work: StageWork, assignment: Assignment, session: ReplicaSession
+    ) -> None:
+        self.owner = owner
+        self.state = state
+        self.work = work
+        self.attempt = 0
+        self.emits = False
+        self.emitted: Emitted | None = None
+        """Where to note what it gives to the client; None where nothing will be replayed."""
+        self.skip: Skip | None = None
+        """What the client has already of it."""
+        self.resumed = False
+        self.keeps_outputs = False
+        self.ref: types_pb2.ReplicaRef = session.record.ref
+        """The claim it runs at."""
+        self.assignment = assignment
+        self.session = session
+        self.session_breaks = session.breaks
+        self.call_id = 0
+        self.ended = False
+        self.finished = False
+        """Ended well."""
+        self.outputs: dict[int, list[stage_service_pb2.StageOutput]] = {}
+        """Consumer stage → what this call published for it."""
+
+    def on_event(self, event: stage_service_pb2.StageEvent) -> bool:
+        """Output goes to the request; the end goes to the owner."""
+        if self.emits:
+            size_bytes = len(event.text) + len(event.media)
+            if size_bytes or event.token_ids:
+                try:
+                    self._pass_on(event, size_bytes)
+                except errors.DataLossError as error:  # not what the client has
+                    self.abort()
+                    self.owner.call_failed(self, error)
+                if self.ended:  # passing it on was the request's end
+                    return event.HasField("finish") or event.HasField("error")
+        if self.keeps_outputs:
+            for output in event.outputs:
+                self.outputs.setdefault(output.to_stage, []).append(output)
+        if event.HasField("finish"):
+            self._finish(event.finish)
+        elif event.HasField("error"):
+            self.on_error(errors.from_status(event.error))
+        return self.ended
+
+    def on_error(self, error: errors.OmniError) -> None:
+        """This call failed."""
+        self._end()
+        self.owner.call_failed(self, error)
+
+    def abort(self) -> None:
+        """End it, if it has not ended: the worker is told, and nothing more is heard of it. Idempotent."""
+        if not self.ended:
+            self._end()
+            if self.call_id:
+                self.session.abort(self.call_id, self.state.wire_id)
+
+    def let_go(self, *, lazily: bool) -> None:
+        """Nobody will read what it published, and may still be kept at its replica."""
+        if self.ended and self.call_id and self.session.breaks == self.session_breaks:
+            self.session.discard(self.call_id, lazily=lazily)
+
+    @property
+    def readable(self) -> bool:
+        """Its replica is still there, with all that it holds for us."""
+        return self.session.connected and self.session.breaks == self.session_breaks
+
+    def _end(self) -> None:
+        self.ended = True
+        self.assignment.release()
+
+    def _finish(self, finish: output_pb2.CallFinish) -> None:
+        if self.skip is not None:
+            try:
+                self.skip.check_finished()
+            except errors.DataLossError as error:
+                self.on_error(error)
+                return
+        self.finished = True
+        self._end()
+        self.owner.call_finished(self, finish)
+
+    def _pass_on(self, event: stage_service_pb2.StageEvent, size_bytes: int) -> None:
+        if self.skip is not None:
+            rest = self.skip.rest(event)
+            if self.skip.done:
+                self.skip = None
+            if rest is None:
+                return
+            event, size_bytes = rest, len(rest.text) + len(rest.media)
+        if self.emitted is not None:
+            if event.media:
+                self.emitted.add_media(event)
+            else:
+                self.emitted.add(event)
+        self.state.push(event, size_bytes, self.ref)
+
+
+class StageWork:
+    """One stage of a request, over all its calls.
+
+    ``runs`` are the calls of its present attempt. All of them go on, or all start again: where a stage needs several
+    calls at a time, whoever plans them adds them here, and the first is the one that others read from.
+    """
+
+    __slots__ = (
+        "counted", "data_gone", "emitted", "finished", "move", "old_runs", "resume_refused", "retains", "runs",
+        "started", "step", "turns",
+    )  # fmt: skip
+
+    def __init__(self, step: StageStep, *, retains: bool) -> None:
+        self.step = step
+        self.retains = retains
+        """Replicas are asked to keep what it publishes."""
+        self.runs: list[StageRun] = []
+        self.old_runs: list[StageRun] = []
+        """Finished calls of earlier attempts, whose replicas may still keep data."""
+        self.turns: Sequence[Turn[EdgeKey]] = ()
+        """At the limited edges into it."""
+        self.emitted = Emitted()
+        self.started = False
+        """It has been dispatched before."""
+        self.finished = False
+        self.counted = False
+        """Its tokens are in the request's usage."""
+        self.data_gone = False
+        """A consumer could not read what it published."""
+        self.resume_refused = False
+        self.move: Move | None = None
+        """How it starts again; None: for the first time."""
+
+    @property
+    def stage_id(self) -> int:
+        """Logical stage id."""
+        return self.step.stage_id
+
+    @property
+    def run(self) -> StageRun:
+        """The call that others read from."""
+        return self.runs[0]
+
+    def facts(self) -> StageFacts:
+        """As it stands now."""
+        if self.finished:
+            standing = Standing.FINISHED
+        elif not self.runs:
+            standing = Standing.WAITING
+        else:
+            lost = any(run.ended and not run.finished for run in self.runs)
+            standing = Standing.LOST if lost else Standing.RUNNING
+        return StageFacts(
+            self.stage_id,
+            tuple(edge.from_stage for edge in self.step.inputs),
+            standing,
+            readable=self.retains and not self.data_gone and bool(self.runs) and all(r.readable for r in self.runs),
+            emitted=self.emitted.anything,
+            resumable=not self.resume_refused and self.emitted.resumable,
+        )
+
+    def restart(self, move: Move | None) -> None:
+        """Its calls are over; it waits for new ones."""
+        for run in self.runs:
+            run.abort()
+            if run.finished:
+                self.old_runs.append(run)
+        self.runs = []
+        self.finished = False
+        self.data_gone = False
+        self.move = move
+
+    def end(self) -> None:
+        """It has finished, or the request has ended: others may have its turns."""
+        turns, self.turns = self.turns, ()
+        for turn in turns:
+            turn.leave()
+
+    def stop(self, *, complete: bool) -> None:
+        """The request is over. ``complete``: every consumer has read what it needs, so only what was kept for others
+        is left, and nobody waits for its memory."""
+        for run in self.runs:
+            if not run.ended:
+                run.abort()
+            elif run.finished and self.step.outputs and (self.retains or not complete):
+                run.let_go(lazily=complete)
+        for run in self.old_runs:
+            run.let_go(lazily=complete)
+        self.old_runs = []
+        self.end()
