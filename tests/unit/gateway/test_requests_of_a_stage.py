@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from gateway.stage_calls import merge_sampling
 from gateway.graph import PipelineGraph, StageStep
+from gateway.stage_calls import merge_sampling
 from omni.v1 import sampling_pb2
 from tests.support.pipelines import speech_pipeline
 from tests.unit.gateway.test_stage_pool import picked, pool_of, view
