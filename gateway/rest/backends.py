@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -59,6 +59,12 @@ class LocalContext:
         """Not known here."""
         return "rest"
 
+    def set_code(self, code: grpc.StatusCode) -> None:
+        """Called by methods that a servicer does not have, before they raise ``NotImplementedError``."""
+
+    def set_details(self, details: str) -> None:
+        """As ``set_code``."""
+
     def auth_context(self) -> Mapping[str, Sequence[bytes]]:
         """No certificate was shown."""
         return {}
@@ -73,12 +79,14 @@ class LocalBackend:
 
     async def unary(self, route: Route, request: Message, metadata: Metadata) -> Message:
         """See ``Backend``."""
-        response: Message = await self._method(route)(request, LocalContext(metadata))
+        with _offered(route):
+            response: Message = await self._method(route)(request, LocalContext(metadata))
         return response
 
     async def stream(self, route: Route, request: Message, metadata: Metadata) -> AsyncGenerator[Message, None]:
         """See ``Backend``."""
-        responses: AsyncGenerator[Message, None] = self._method(route)(request, LocalContext(metadata))
+        with _offered(route):
+            responses: AsyncGenerator[Message, None] = self._method(route)(request, LocalContext(metadata))
         async with contextlib.aclosing(responses):
             async for response in responses:
                 yield response
@@ -86,6 +94,14 @@ class LocalBackend:
     def _method(self, route: Route) -> Callable[..., Any]:
         servicer = self._servicers[route.method.containing_service.full_name]
         return getattr(servicer, route.method.name)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _offered(route: Route) -> Iterator[None]:
+    try:
+        yield
+    except NotImplementedError:  # what generated base classes raise
+        raise errors.UnimplementedError(f"this gateway has no {route.full_name}") from None
 
 
 class ControlPlaneBackend:
