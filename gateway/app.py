@@ -18,7 +18,7 @@ from gateway.config import GatewayConfig
 from gateway.control_plane_watch import ControlPlaneWatch
 from gateway.execution import Limits
 from gateway.grpc_api import SERVICE_NAMES, InferenceServicer, RouterServicer
-from gateway.http.asgi import GatewayApp
+from gateway.http.application import GatewayApp
 from gateway.http.server import HttpServer
 from gateway.http.service import HttpLimits, HttpService
 from gateway.http.tls import https_context

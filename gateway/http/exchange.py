@@ -1,15 +1,18 @@
-"""One HTTP request and its response, over bare ASGI: no middleware is paid for on the hot path."""
+"""One HTTP request and its response: what handlers work with. Nothing lies between it and the connection."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 import secrets
-from collections.abc import Iterable, Mapping
-from typing import Any
+import time
+import urllib.parse
+from collections.abc import Callable, Iterable, Mapping
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import Any, Protocol
 
 import orjson
-from starlette.types import Receive, Scope, Send
 
 from gateway.access.control import ANYBODY
 from gateway.request import RequestState
@@ -19,60 +22,129 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 _PRINTABLE = re.compile(rb"[!-~]+")
 _JSON = (b"content-type", b"application/json")
+_STATUS_LINES = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
+# How the end of a body is told.
+_BY_LENGTH, _CHUNKED, _BY_CLOSE, _NONE = range(4)
+
+
+class Wire(Protocol):
+    """What an exchange needs of its connection."""
+
+    lost: bool
+    congested: bool
+
+    @property
+    def ends(self) -> bool:
+        """Nothing follows the response that is being made."""
+        ...
+
+    def write(self, data: bytes) -> None:
+        """Send, or drop it if nobody is there."""
+        ...
+
+    async def drain(self) -> None:
+        """Return when the client has caught up, or has left."""
+        ...
+
+    def resume_reading(self) -> None:
+        """Read on."""
+        ...
+
+    def peer(self) -> Any:
+        """The client's address."""
+        ...
 
 
 class Exchange:
-    """What a handler works with."""
+    """What a handler works with.
 
-    __slots__ = ("_receive", "_send", "_tasks", "caller", "extra_headers", "id", "request_id", "scope", "started")
+    After ``await exchange.read_json(…)`` or ``read_body``, either one of ``respond``, ``json``, ``error``, or ``start``
+    and then ``body`` (or ``send``) until ``more`` is false. A response that is not brought to its end breaks the
+    connection, so that the client does not take a part for the whole. Writing to a client that has left does nothing.
+    """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, tasks: set[asyncio.Task[None]]) -> None:
-        """``tasks`` keeps what runs beside the handler alive; it belongs to the application."""
-        self.scope = scope
+    __slots__ = (
+        "_body", "_body_bytes", "_body_error", "_complete", "_framing", "_head", "_left_bytes", "_limit_bytes",
+        "_on_leave", "_query", "_reader", "_wire", "caller", "ended", "extra_headers", "headers",
+        "http_1_1", "id", "keep_alive", "method", "on_writable", "path", "path_params", "raw_path", "raw_query",
+        "request_id", "started",
+    )  # fmt: skip
+
+    def __init__(
+        self, wire: Wire, method: str, target: bytes, headers: dict[bytes, bytes], *, http_1_1: bool = True
+    ) -> None:
+        """``headers`` by lower-case name; of those that came more than once, the values joined by commas."""
+        self.method = method
+        self.headers = headers
+        self.raw_path, self.raw_query = _split(target)
+        """As they came: percent-encoded, the query without its question mark."""
+        self.path = urllib.parse.unquote(self.raw_path) if "%" in self.raw_path else self.raw_path
+        self.path_params: dict[str, str] = {}
+        """What the parameters of the matching path template stand for."""
+        self.http_1_1 = http_1_1
+        """False: HTTP/1.0."""
+        self.keep_alive = False
+        """The connection may take a further request; set by the connection."""
         self.started = False
-        """The status line has been sent."""
+        """Status and headers are settled."""
+        self.ended = False
+        """The response is complete."""
         self.caller = ANYBODY
         """Whose key it came with, once that is known."""
         self.extra_headers: tuple[tuple[bytes, bytes], ...] = ()
         """Of the response, whatever it is."""
-        self._receive = receive
-        self._send = send
-        self._tasks = tasks
+        self.on_writable: Callable[[], None] | None = None
+        """Called when a client that was ``congested`` has caught up."""
         self.id = secrets.token_hex(16)
         """32 hex digits of its own; what the exchange begins is named after it."""
-        self.request_id = self.id.encode()
+        asked = headers.get(b"x-request-id", b"")
+        self.request_id = asked if 0 < len(asked) <= 256 and _PRINTABLE.fullmatch(asked) else self.id.encode()
         """x-request-id: the client's, if it sent one that is short and printable."""
-        for key, value in scope["headers"]:
-            if key == b"x-request-id" and 0 < len(value) <= 256 and _PRINTABLE.fullmatch(value):
-                self.request_id = bytes(value)
+        self._wire = wire
+        self._query: dict[str, list[str]] | None = None
+        self._body: list[bytes] = []
+        self._body_bytes = 0
+        self._body_error: errors.OmniError | None = None
+        self._limit_bytes = -1  # nobody reads
+        self._complete = False  # the body
+        self._reader: asyncio.Future[None] | None = None
+        self._on_leave: RequestState | None = None
+        self._head = b""
+        self._framing = _NONE
+        self._left_bytes = 0
 
-    @property
-    def method(self) -> str:
-        """The HTTP method."""
-        return str(self.scope["method"])
-
-    @property
-    def path(self) -> str:
-        """Of the URL, decoded."""
-        return str(self.scope["path"])
+    # -- the request --
 
     def header(self, name: bytes) -> bytes:
         """A request header, empty if absent. ``name`` in lower case."""
-        for key, value in self.scope["headers"]:
-            if key == name:
-                return bytes(value)
-        return b""
+        return self.headers.get(name, b"")
+
+    @property
+    def query(self) -> Mapping[str, list[str]]:
+        """The query string, decoded: names with their values. Raises ``InvalidRequestError`` if there are too many."""
+        if self._query is None:
+            try:
+                self._query = urllib.parse.parse_qs(self.raw_query, keep_blank_values=True, max_num_fields=1000)
+            except ValueError as error:
+                raise errors.InvalidRequestError.field("query", str(error)) from None
+        return self._query
+
+    def peer(self) -> Any:
+        """The client's address, as the socket has it; None once it is gone."""
+        return self._wire.peer()
 
     async def read_json(self, limit_bytes: int) -> Any:
         """The body. Raises ``InvalidRequestError`` if it is not JSON, not said to be, or too large."""
-        content_type = self.header(b"content-type").partition(b";")[0].strip().lower()
-        if content_type not in (b"", b"application/json"):
-            raise errors.InvalidRequestError.field(
-                "content-type",
-                f"must be application/json, got {content_type.decode('latin-1')!r}",
-                reason="UNSUPPORTED_MEDIA_TYPE",
-            )
-        body = await self._read(limit_bytes)
+        content_type = self.headers.get(b"content-type", b"application/json")
+        if content_type != b"application/json":
+            content_type = content_type.partition(b";")[0].strip().lower()
+            if content_type not in (b"", b"application/json"):
+                raise errors.InvalidRequestError.field(
+                    "content-type",
+                    f"must be application/json, got {content_type.decode('latin-1')!r}",
+                    reason="UNSUPPORTED_MEDIA_TYPE",
+                )
+        body = await self.read_body(limit_bytes)
         try:
             return orjson.loads(body)
         except orjson.JSONDecodeError as error:
@@ -82,59 +154,113 @@ class Exchange:
                 reason="INVALID_JSON",
             ) from None
 
-    async def _read(self, limit_bytes: int) -> bytes:
-        length = self.header(b"content-length")
-        if length.isdigit() and int(length) > limit_bytes:
+    async def read_body(self, limit_bytes: int) -> bytes:
+        """The whole body, once. Raises ``InvalidRequestError`` if it is larger than ``limit_bytes`` or breaks HTTP, and
+        ``RequestCancelledError`` if the client leaves before its end."""
+        length = self.headers.get(b"content-length", b"")
+        if self._body_bytes > limit_bytes or (length.isdigit() and int(length) > limit_bytes):
             raise _too_large(limit_bytes)
-        chunks: list[bytes] = []
-        size = 0
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise errors.RequestCancelledError("the client left before its request was complete")
-            chunk: bytes = message.get("body", b"")
-            size += len(chunk)
-            if size > limit_bytes:
-                raise _too_large(limit_bytes)
-            chunks.append(chunk)
-            if not message.get("more_body", False):
-                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        if not self._complete:
+            self._limit_bytes = limit_bytes
+            if not self._body and self.http_1_1 and self.headers.get(b"expect", b"").lower() == b"100-continue":
+                self._wire.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._wire.resume_reading()
+            while not self._complete and self._body_error is None:
+                self._reader = asyncio.get_running_loop().create_future()
+                try:
+                    await self._reader
+                finally:
+                    self._reader = None
+        if self._body_error is not None:
+            raise self._body_error
+        chunks, self._body = self._body, []
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def abort_on_disconnect(self, state: RequestState) -> None:
-        """From now on the client's leaving aborts ``state``. Call it after the body has been read."""
-        task = asyncio.create_task(self._watch(state))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        """From now on the client's leaving aborts ``state``."""
+        self._on_leave = state
+        if self._wire.lost:
+            self.disconnect()
 
-    async def _watch(self, state: RequestState) -> None:
-        # The server also reports the end of a complete response as a disconnect, so this task always ends.
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        state.abort("the client disconnected")
+    # -- the response --
 
     async def start(self, status: int, headers: Headers) -> None:
-        """Send status and headers; ``body`` follows."""
-        self.started = True
-        await self._send(
-            {
-                "type": "http.response.start",
-                "status": status,
-                "headers": [*headers, (b"x-request-id", self.request_id), *self.extra_headers],
-            }
-        )
+        """Settle status and headers; they leave with the first ``body``, which may be empty."""
+        self.begin(status, headers)
 
     async def body(self, data: bytes, *, more: bool) -> None:
-        """Send a piece of the body."""
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        """Send a piece of the body, and wait while the client is behind with reading."""
+        self.send(data, more=more)
+        if self._wire.congested:
+            await self._wire.drain()
+
+    def begin(self, status: int, headers: Headers) -> None:
+        """As ``start``, for those who cannot wait."""
+        assert not self.started, "one response per request"
+        lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
+        framing = _CHUNKED if self.http_1_1 else _BY_CLOSE
+        count = 2  # with the empty line at the end
+        for name, value in (*headers, (b"x-request-id", self.request_id), *self.extra_headers):
+            if name == b"content-length":
+                framing, self._left_bytes = _BY_LENGTH, int(value)
+            lines.append(b"%b: %b\r\n" % (name, value))
+            count += 1
+        if framing == _CHUNKED and status not in (204, 304):
+            lines.append(b"transfer-encoding: chunked\r\n")
+            count += 1
+        if self.method == "HEAD" or status in (204, 304):
+            framing = _NONE
+        if not self.keep_alive or not self._complete or self._wire.ends or framing == _BY_CLOSE:
+            self.keep_alive = False
+            lines.append(b"connection: close\r\n")
+            count += 1
+        lines.append(_date_line())
+        lines.append(b"\r\n")
+        head = b"".join(lines)
+        if head.count(b"\n") != count + 1 or head.count(b"\r") != count + 1:
+            raise errors.InternalError("a response header has a line end in it")
+        self.started, self._head, self._framing = True, head, framing
+
+    def send(self, data: bytes, *, more: bool) -> None:
+        """Send a piece of the body without waiting; look at ``congested`` after it."""
+        assert self.started, "start comes before body"
+        assert not self.ended, "the response is complete"
+        framing = self._framing
+        if framing == _CHUNKED:
+            if not more:
+                data = b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if data else b"0\r\n\r\n"
+            elif data:
+                data = b"%x\r\n%b\r\n" % (len(data), data)
+        elif framing == _BY_LENGTH:
+            self._left_bytes -= len(data)
+            if self._left_bytes < 0 or (self._left_bytes and not more):
+                raise errors.InternalError("a response is not as long as its content-length says")
+        elif framing == _NONE:
+            data = b""
+        if self._head:
+            data, self._head = self._head + data, b""
+        self.ended = not more
+        if data:
+            self._wire.write(data)
+
+    @property
+    def congested(self) -> bool:
+        """The client is behind with reading: send no more before ``on_writable``."""
+        return self._wire.congested
+
+    @property
+    def lost(self) -> bool:
+        """The client has left."""
+        return self._wire.lost
 
     async def respond(self, status: int, data: bytes, headers: Headers) -> None:
         """Send a whole response."""
-        await self.start(status, [*headers, (b"content-length", b"%d" % len(data))])
+        self.begin(status, (*headers, (b"content-length", b"%d" % len(data))))
         await self.body(data, more=False)
 
     async def json(self, payload: Any, status: int = 200, headers: Headers = ()) -> None:
         """Send a whole response as JSON."""
-        await self.respond(status, orjson.dumps(payload), [_JSON, *headers])
+        await self.respond(status, orjson.dumps(payload), (_JSON, *headers))
 
     async def error(self, error: errors.OmniError, status: int | None = None, headers: Headers = ()) -> None:
         """Send an error, as OpenAI's API does."""
@@ -145,9 +271,49 @@ class Exchange:
             extra.append((b"retry-after", b"%d" % max(1, round(error.retry_after_s))))
         await self.json(error_body(error), status or http_status(error), extra)
 
+    # -- the connection's calls --
+
+    def feed(self, data: bytes) -> int:
+        """A piece of the body has come; returns how many bytes of it wait for a reader that has not asked."""
+        self._body_bytes += len(data)
+        if self._limit_bytes < 0:
+            self._body.append(data)
+            return self._body_bytes
+        if self._body_bytes <= self._limit_bytes:
+            self._body.append(data)
+        elif self._body_error is None:
+            self.fail_body(_too_large(self._limit_bytes))
+        return 0
+
+    def complete_body(self) -> None:
+        """The body is complete."""
+        self._complete = True
+        self._wake()
+
+    def fail_body(self, error: errors.OmniError) -> None:
+        """The rest of the body will not come."""
+        if not self._complete and self._body_error is None:
+            self._body_error = error
+            self._body.clear()
+            self._wake()
+
+    def disconnect(self) -> None:
+        """The client has left."""
+        self.fail_body(errors.RequestCancelledError("the client left before its request was complete"))
+        if self._on_leave is not None:
+            self._on_leave.abort("the client disconnected")
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
 
 # Reasons that HTTP has a status of its own for.
-_STATUS_OF_REASON: Mapping[str, int] = {"UNSUPPORTED_MEDIA_TYPE": 415, "BODY_TOO_LARGE": 413}
+_STATUS_OF_REASON: Mapping[str, int] = {
+    "UNSUPPORTED_MEDIA_TYPE": 415,
+    "BODY_TOO_LARGE": 413,
+    "HEADERS_TOO_LARGE": 431,
+}
 
 
 def http_status(error: errors.OmniError) -> int:
@@ -167,5 +333,36 @@ def error_body(error: errors.OmniError) -> dict[str, Any]:
     }
 
 
+def error_response(status: int, error: errors.OmniError) -> bytes:
+    """A whole response, for what never became a request; the connection ends with it."""
+    body = orjson.dumps(error_body(error))
+    return b"%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n%b\r\n%b" % (
+        _STATUS_LINES[status], len(body), _date_line(), body,
+    )  # fmt: skip
+
+
 def _too_large(limit_bytes: int) -> errors.InvalidRequestError:
     return errors.InvalidRequestError.field("body", f"must be at most {limit_bytes} bytes", reason="BODY_TOO_LARGE")
+
+
+def _split(target: bytes) -> tuple[str, str]:
+    """Path and query string of a request's target, which may be a whole URL."""
+    text = target.decode("latin-1")
+    if not text.startswith("/") and "://" in text:
+        text = "/" + text.partition("://")[2].partition("/")[2]
+    path, _, query = text.partition("?")
+    return path, query
+
+
+class _Date:
+    """The header ``date``, made once a second."""
+
+    second = 0
+    line = b""
+
+
+def _date_line() -> bytes:
+    now_s = int(time.time())
+    if now_s != _Date.second:
+        _Date.second, _Date.line = now_s, b"date: %b\r\n" % formatdate(now_s, usegmt=True).encode()
+    return _Date.line

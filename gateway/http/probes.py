@@ -26,7 +26,7 @@ class Probes:
 
     async def model(self, exchange: Exchange) -> None:
         """One pipeline, also while it cannot serve; ``ready`` tells."""
-        name = exchange.scope["path_params"]["model"]
+        name = exchange.path_params["model"]
         find_pipeline(self._service.pipelines, name)
         await exchange.json(self._model(name))
 

@@ -1,37 +1,20 @@
-"""uvicorn inside our own life cycle: our signals, our socket, our logs."""
+"""The HTTP listener: our socket, our connections, and how they end."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import socket
 import ssl
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import uvicorn
-from starlette.types import ASGIApp
-
-from gateway.http.protocol import BoundedProtocol
+from gateway.http.connection import Connection
 from omnicore import errors
 
+if TYPE_CHECKING:
+    from gateway.http.connection import Application
+
 _BACKLOG = 2048
-
-
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Signals are the process's, not the HTTP server's."""
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Tell when it listens."""
-        await super().startup(sockets)
-        self.listening.set()
+_CLOSE_GRACE_S = 1.0
 
 
 class HttpServer:
@@ -39,61 +22,82 @@ class HttpServer:
 
     def __init__(
         self,
-        app: ASGIApp,
+        app: Application,
         host: str,
         port: int,
         *,
-        protocol: type[BoundedProtocol] = BoundedProtocol,
+        protocol: type[Connection] = Connection,
         tls: ssl.SSLContext | None = None,
+        reuse_port: bool = False,
     ) -> None:
-        """Raises ``UnavailableError`` for an address that cannot be had. With ``tls`` it speaks HTTPS."""
-        self.port = port
-        self._socket = _bind(host, port)
-        self.port = self._socket.getsockname()[1]
-        config = uvicorn.Config(
-            app,
-            http=protocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            backlog=_BACKLOG,
-            timeout_graceful_shutdown=1,
-        )
-        config.load()
-        config.ssl = tls
-        # Its INFO lines tell of our own start and stop, which we tell ourselves.
-        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-        self._server = _Server(config)
-        self._task: asyncio.Task[None] | None = None
+        """Raises ``UnavailableError`` for an address that cannot be had. With ``tls`` it speaks HTTPS. With
+        ``reuse_port`` other processes of the same user may listen there too, and the kernel spreads connections."""
+        self.closing = False
+        """No connection shall take a further request."""
+        self._app = app
+        self._protocol = protocol
+        self._tls = tls
+        self._socket = _bind(host, port, reuse_port)
+        self.port: int = self._socket.getsockname()[1]
+        self._connections: set[Connection] = set()
+        self._empty = asyncio.Event()
+        self._server: asyncio.Server | None = None
+
+    @property
+    def open_connections(self) -> int:
+        """Clients that are connected."""
+        return len(self._connections)
 
     async def start(self) -> None:
         """Returns once it listens."""
-        self._task = asyncio.create_task(self._server.serve([self._socket]))
-        listening = asyncio.create_task(self._server.listening.wait())
-        await asyncio.wait((self._task, listening), return_when=asyncio.FIRST_COMPLETED)
-        listening.cancel()
-        if self._task.done():
-            self._task.result()
-            raise errors.UnavailableError("the HTTP server ended at start")
+        self._server = await asyncio.get_running_loop().create_server(
+            lambda: self._protocol(self._app, self), sock=self._socket, ssl=self._tls, backlog=_BACKLOG
+        )
 
-    async def close(self) -> None:
-        """Stop listening, and end what is still open within about a second. Drain requests before."""
-        self._server.should_exit = True
-        if self._task is None:
+    async def close(self, grace_s: float = _CLOSE_GRACE_S) -> None:
+        """Stop listening and close idle connections; responses that are being made get ``grace_s`` to end, then they
+        break. Drain requests before."""
+        self.closing = True
+        if self._server is None:
             self._socket.close()
             return
-        task, self._task = self._task, None
-        await task
+        server, self._server = self._server, None
+        server.close()
+        for connection in list(self._connections):
+            connection.close_if_idle()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._closed()
+        except TimeoutError:
+            killed = [connection.kill() for connection in list(self._connections)]
+            await asyncio.gather(*(task for task in killed if task is not None), return_exceptions=True)
+            await self._closed()
+
+    async def _closed(self) -> None:
+        while self._connections:
+            self._empty.clear()
+            await self._empty.wait()
+
+    # -- as the registry of its connections --
+
+    def add(self, connection: Connection) -> None:
+        """A client has connected."""
+        self._connections.add(connection)
+
+    def discard(self, connection: Connection) -> None:
+        """A connection is gone."""
+        self._connections.discard(connection)
+        if not self._connections:
+            self._empty.set()
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int, reuse_port: bool) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         # Inherited by every connection: a token must not wait for the acknowledgement of the one before.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.bind((host, port))

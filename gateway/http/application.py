@@ -1,0 +1,72 @@
+"""The HTTP application: paths to handlers, and every failure to JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from gateway.http.chat import ChatEndpoint
+from gateway.http.completions import CompletionEndpoint
+from gateway.http.exchange import Exchange
+from gateway.http.paths import Match, PathTable
+from gateway.http.probes import Probes
+from gateway.http.service import HttpService
+from gateway.http.speech import SpeechEndpoint
+from omnicore import errors
+from omnicore.api_keys import KeyRole
+from omnicore.log import get_logger
+
+_log = get_logger(__name__)
+
+Handler = Callable[[Exchange], Awaitable[None]]
+
+
+class GatewayApp:
+    """Called with every exchange, from its headers on; returns after its last byte."""
+
+    def __init__(self, service: HttpService) -> None:
+        probes = Probes(service)
+        guard = service.access.guard
+        self._access = service.access
+        self.paths: PathTable[Handler] = PathTable()
+        """What is served; more may be added before the first request."""
+        add = self.paths.add
+        add("POST", "/v1/chat/completions", guard(ChatEndpoint(service), KeyRole.CLIENT))
+        add("POST", "/v1/completions", guard(CompletionEndpoint(service), KeyRole.CLIENT))
+        add("POST", "/v1/audio/speech", guard(SpeechEndpoint(service), KeyRole.CLIENT))
+        add("GET", "/v1/models", guard(probes.models, KeyRole.READ))
+        add("GET", "/v1/models/{model:path}", guard(probes.model, KeyRole.READ))
+        add("GET", "/health", probes.health)
+        add("GET", "/ready", probes.ready)
+        add("GET", "/metrics", service.access.guard_metrics(probes.metrics))
+
+    async def __call__(self, exchange: Exchange) -> None:
+        """One request."""
+        asks_for_origin = self._access.arrive(exchange)
+        found = self.paths.find(exchange.method, exchange.path)
+        exchange.path_params = found.params
+        try:
+            if found.handler is not None:
+                await found.handler(exchange)
+            elif asks_for_origin:
+                await self._access.preflight(exchange)
+            else:
+                await _not_found(exchange, found)
+        except Exception as error:  # noqa: BLE001 -- every failure gets an answer
+            typed = errors.from_exception(error)
+            if typed is not error:
+                _log.exception("request failed", path=exchange.path)
+            if not exchange.started:
+                await exchange.error(typed)
+            elif typed is error:
+                # The response stays incomplete, so the connection breaks: there is no other sign.
+                _log.warning("response broke off", path=exchange.path, reason=typed.message)
+
+
+async def _not_found(exchange: Exchange, found: Match[Handler]) -> None:
+    what = f"{exchange.method} {exchange.path}"
+    if not found.allowed:
+        await exchange.error(errors.NotFoundError(f"{what}: no such path", reason="PATH_NOT_FOUND"))
+        return
+    allowed = ", ".join(found.allowed)
+    error = errors.InvalidRequestError(f"{what}: this path takes {allowed}", reason="METHOD_NOT_ALLOWED")
+    await exchange.error(error, 405, ((b"allow", allowed.encode()),))
