@@ -125,8 +125,10 @@ async def our_hang(run_dir: Path, plan: Plan) -> dict[str, Any]:
 
 async def our_streams(run_dir: Path, plan: Plan) -> dict[str, Any]:
     """F3."""
-    delays = {"ttft_ms": STREAM_TTFT_MS, "itl_ms": STREAM_ITL_MS}
-    async with Cluster(run_dir, TEXT, **delays) as cluster, Client(cluster.port, TEXT, timeout_s=60) as client:
+    async with (
+        Cluster(run_dir, TEXT, ttft_ms=STREAM_TTFT_MS, itl_ms=STREAM_ITL_MS) as cluster,
+        Client(cluster.port, TEXT, timeout_s=60) as client,
+    ):
         questions = [f"Question {number}, please." for number in range(STREAMS)]
         undisturbed = await asyncio.gather(*(client.ask(question, stream=True) for question in questions))
         normal_s = statistics.median(outcome.took_s for outcome in undisturbed)

@@ -28,6 +28,9 @@ class Outcome:
     audio: bytes = b""
     events: int = 0
     done: bool = False
+    first_text_s: float = 0.0
+    last_text_s: float = 0.0
+    first_audio_s: float = 0.0
 
     @property
     def took_s(self) -> float:
@@ -59,9 +62,9 @@ class Client:
     async def ask(self, question: str = "hello there", *, stream: bool = False, **fields: Any) -> Outcome:
         """One request, to its end."""
         outcome = Outcome(time.monotonic())
+        fields.setdefault("max_tokens", 64)
         self.running.append(outcome)
         body = {"model": self.model, "messages": [{"role": "user", "content": question}], **fields}
-        body.setdefault("max_tokens", 64)
         assert self._session is not None
         try:
             url = f"http://127.0.0.1:{self.port}/v1/chat/completions"
@@ -114,8 +117,11 @@ async def _read_stream(response: aiohttp.ClientResponse, outcome: Outcome) -> No
             if text := delta.get("content"):
                 outcome.text += text
                 outcome.events += 1
+                outcome.last_text_s = time.monotonic()
+                outcome.first_text_s = outcome.first_text_s or outcome.last_text_s
             if data_of_audio := (delta.get("audio") or {}).get("data"):
                 outcome.audio += base64.b64decode(data_of_audio)
+                outcome.first_audio_s = outcome.first_audio_s or time.monotonic()
             finished = finished or choice.get("finish_reason") is not None
     if not outcome.error and not (outcome.done and finished):
         outcome.error = "cut off"

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import grpc.aio
@@ -103,10 +103,21 @@ class Unit:
 class Cluster:
     """etcd, a control plane, a gateway, and the workers of one pipeline. Use as ``async with``."""
 
-    def __init__(self, run_dir: Path, pipeline: str, *, ttft_ms: float = 0, itl_ms: float = 0) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        pipeline: str,
+        *,
+        ttft_ms: float = 0,
+        itl_ms: float = 0,
+        deploy: str = "",
+        replicas: Mapping[int, int] | None = None,
+    ) -> None:
+        """One of ``DEPLOYS``, or a ``deploy`` file of one's own with the ``replicas`` of each stage."""
         self._run_dir = run_dir
         self.pipeline = pipeline
-        self._deploy = DEPLOYS[pipeline].format(name=pipeline, ttft_ms=ttft_ms, itl_ms=itl_ms)
+        self._deploy = deploy or DEPLOYS[pipeline].format(name=pipeline, ttft_ms=ttft_ms, itl_ms=itl_ms)
+        self._replicas = replicas or STAGES[pipeline]
         self._services = contextlib.ExitStack()
         self.control_plane = Unit("control-plane", "control-plane", ())
         self.workers: list[Unit] = []
@@ -136,7 +147,7 @@ class Cluster:
         own = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--control-plane", address)
         gateway = Service.ours("gateway", "gateway", self._run_dir, *own)
         self._services.callback(gateway.stop)
-        for stage_id, count in STAGES[self.pipeline].items():
+        for stage_id, count in self._replicas.items():
             for number in range(count):
                 metrics_port = free_port()
                 flags = ["--pipeline", self.pipeline, "--stage-id", str(stage_id), "--control-plane", address]
@@ -183,7 +194,7 @@ class Cluster:
 
     async def settled(self) -> None:
         """Wait until the gateway routes to every worker that runs, and to nothing else."""
-        for stage_id in STAGES[self.pipeline]:
+        for stage_id in self._replicas:
             wanted = {worker.replica for worker in self.of_stage(stage_id)}
             async with Routes(self, stage_id) as routes:
                 deadline_s = time.monotonic() + _READY_S
@@ -202,6 +213,11 @@ class Cluster:
             if not found or time.monotonic() > deadline_s:
                 return found
             await asyncio.sleep(0.2)
+
+    def chunks(self, stage_id: int) -> float:
+        """Chunks that the workers of a stage have published so far."""
+        name = "omni_transfer_size_bytes_count"
+        return sum(sum(_nonzero(worker.metrics_port, (name,)).values()) for worker in self.of_stage(stage_id))
 
     def _leftovers(self) -> dict[str, float]:
         gauges = ("inflight_requests", "queued_requests", "stage_inflight_calls", "edge_inflight_requests", "bindings")

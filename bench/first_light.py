@@ -233,11 +233,16 @@ async def _cluster() -> AsyncIterator[tuple[Cluster, Path]]:
         yield cluster, run_dir
 
 
+async def hops(repeats: int) -> dict[str, float]:
+    """``measure_hops`` on a cluster of its own."""
+    async with _cluster() as (cluster, _):
+        workers = [await cluster.add(name) for name in ("hop1", "hop2", "hop3")]
+        return await measure_hops(cluster, workers[0][0][1], repeats)
+
+
 async def main(quick: bool) -> None:
     """Measure, print, store, plot."""
-    async with _cluster() as (cluster, run_dir):
-        workers = [await cluster.add(name) for name in ("hop1", "hop2", "hop3")]
-        hops = await measure_hops(cluster, workers[0][0][1], 50 if quick else 1000)
+    found = await hops(50 if quick else 1000)
     async with _cluster() as (cluster, run_dir):
         gateway: dict[str, float] = {}
         for mode in MODES:
@@ -249,9 +254,9 @@ async def main(quick: bool) -> None:
         "one request at a time, gRPC in and out, ms",
         ["path", "p50", "p99"],
         [
-            *((label, hops[f"{key}_ms_p50"], hops[f"{key}_ms_p99"]) for key, label in _HOP_LABELS.items()),
-            ("added per hop", hops["added_per_hop_ms_p50"], hops["added_per_hop_ms_p99"]),
-            ("… × unary gRPC", hops["added_per_hop_over_unary_grpc_ratio"], ""),
+            *((label, found[f"{key}_ms_p50"], found[f"{key}_ms_p99"]) for key, label in HOP_LABELS.items()),
+            ("added per hop", found["added_per_hop_ms_p50"], found["added_per_hop_ms_p99"]),
+            ("… × unary gRPC", found["added_per_hop_over_unary_grpc_ratio"], ""),
         ],
     )
     for mode in MODES:
@@ -261,12 +266,12 @@ async def main(quick: bool) -> None:
             rows.append((label, ours, theirs, ours / theirs))
         title = f"{mode} SSE, {CONCURRENCY} connections, {TOKENS} tokens a stream, gateway on one core"
         harness.report("first_light", title, ["", "gateway", "relay (baseline)", "ratio"], rows)
-    path = harness.store("first_light", hops | gateway, quick)
-    _plot(hops, gateway, path.with_suffix(".png"))
+    path = harness.store("first_light", found | gateway, quick)
+    _plot(found, gateway, path.with_suffix(".png"))
     print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path} and its plot")
 
 
-_HOP_LABELS = {
+HOP_LABELS = {
     "unary": "unary gRPC (baseline)",
     "hop1": "one stage, through the gateway",
     "hop2": "two stages",
@@ -289,8 +294,8 @@ def _plot(hops: dict[str, float], gateway: dict[str, float], path: Path) -> None
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    keys = list(_HOP_LABELS)
-    left.barh([_HOP_LABELS[key] for key in keys], [hops[f"{key}_ms_p50"] for key in keys], color="#4472a8")
+    keys = list(HOP_LABELS)
+    left.barh([HOP_LABELS[key] for key in keys], [hops[f"{key}_ms_p50"] for key in keys], color="#4472a8")
     left.invert_yaxis()
     left.set_xlabel("ms, median")
     left.set_title("Latency, one request at a time")
