@@ -149,6 +149,9 @@ class HandleStore:
         self._closed = False
         self.on_freed: FreedHandle | None = None
         """Told of every handle that was published and is gone, in the thread that freed it."""
+        self.make_room: Callable[[], bool] = lambda: False
+        """Asked by connectors that have no room for new data: gives up something that is only kept in case a consumer
+        is lost. False: there is no such thing."""
 
     @property
     def endpoint(self) -> str:

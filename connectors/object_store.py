@@ -72,7 +72,7 @@ class ObjectStoreConnector:
         self._objects = objects
         self._options = options
         self._quota = Quota(options.pool_bytes)
-        self._room = SpaceQueue(self._quota, options.put_wait_s, kind)
+        self._room = SpaceQueue(self._quota, options.put_wait_s, kind, make_room=lambda: store.make_room())
         self._remover = Remover(kind, objects.remove)
         self._threads = ThreadPoolExecutor(options.threads, thread_name_prefix=kind)
         self._calls: set[asyncio.Future[object]] = set()

@@ -49,7 +49,7 @@ class Publisher:
         self._kind = kind
         self._store = store
         self._space = space
-        self._queue = SpaceQueue(space, put_wait_s, kind)
+        self._queue = SpaceQueue(space, put_wait_s, kind, make_room=lambda: store.make_room())
         self._inline_bytes = inline_bytes
         self._checksum = checksum
         self._leaks = LeakCount()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Protocol
@@ -14,6 +15,8 @@ from omnicore import errors
 from omnicore.log import get_logger
 
 _log = get_logger(__name__)
+
+_ASK_AGAIN_S = 0.05  # what consumers give back meanwhile may be kept for others, which frees nothing by itself
 
 
 class Slot(Protocol):
@@ -115,11 +118,21 @@ class SpaceQueue:
     """Waits for room, first come, first served: large payloads are not overtaken for ever by small ones.
 
     ``allocate`` belongs to one event loop; slots may be freed in any thread. ``option``: what the size of the space is
-    called, for errors.
+    called, for errors. ``make_room``: asked to free what is kept without need, before anybody waits; False: there is
+    no such thing.
     """
 
-    def __init__(self, space: Space, wait_s: float, kind: str, *, option: str = "pool_bytes") -> None:
+    def __init__(
+        self,
+        space: Space,
+        wait_s: float,
+        kind: str,
+        *,
+        option: str = "pool_bytes",
+        make_room: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._space = space
+        self._make_room = make_room
         self._wait_s = wait_s
         self._kind = kind
         self._option = option
@@ -138,7 +151,7 @@ class SpaceQueue:
                 reason="LARGER_THAN_POOL",
                 metadata={"needed_bytes": size_bytes, "pool_bytes": self._space.size_bytes},
             )
-        if not self._turn.locked() and (slot := self._try(size_bytes)) is not None:
+        if not self._turn.locked() and (slot := self._take(size_bytes)) is not None:
             return slot
         self._loop = asyncio.get_running_loop()
         _log.debug(
@@ -153,9 +166,11 @@ class SpaceQueue:
                 while True:
                     # Cleared before the try: what is freed from here on is seen.
                     self._freed.clear()
-                    if (slot := self._try(size_bytes)) is not None:
+                    if (slot := self._take(size_bytes)) is not None:
                         return slot
-                    await self._freed.wait()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_ASK_AGAIN_S):
+                            await self._freed.wait()
         except TimeoutError:
             free = self._space.free_bytes
             _log.warning(
@@ -182,6 +197,11 @@ class SpaceQueue:
         """Fail everybody who waits."""
         self._closed = True
         self._wake()
+
+    def _take(self, size_bytes: int) -> Slot | None:
+        while (slot := self._try(size_bytes)) is None and self._make_room():
+            pass  # once more, with what that has freed
+        return slot
 
     def _try(self, size_bytes: int) -> Slot | None:
         if self._closed:

@@ -174,6 +174,15 @@ TRANSFER_QUARANTINED_BYTES = Metric(
 TRANSFER_LEAKED = Metric(
     "omni_transfer_leaked_buffers", "gauge", "Buffers whose holder has gone without giving them back.", ("connector",)
 )
+TRANSFER_RETAINED_BYTES = Metric(
+    "omni_transfer_retained_bytes", "gauge", "What is kept of what consumers have read, in case one of them is lost."
+)
+TRANSFER_RETAINED_DROPPED = Metric(
+    "omni_transfer_retained_dropped_total",
+    "counter",
+    "Requests that gave up what was retained for them.",
+    ("cause",),
+)
 TRANSFER_FLOWS = Metric("omni_transfer_flows", "gauge", "Flows out of this worker that are not over.")
 
 ALL: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))

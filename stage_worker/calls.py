@@ -10,9 +10,10 @@ from connectors.connector_set import ConnectorSet
 from omni.v1 import pipeline_pb2, stage_service_pb2, transfer_pb2
 from omnicore.errors import AlreadyExistsError, InvalidRequestError, OmniError, UnavailableError
 from stage_worker.engine import Engine
-from stage_worker.flows import FlowTable, Outbox
+from stage_worker.flows import FlowTable
 from stage_worker.identity import Identity
 from stage_worker.links import PeerLinks
+from stage_worker.outbox import Outbox
 from stage_worker.progress import Progress
 from stage_worker.reading import Reads
 from stage_worker.ready_inputs import Releaser
@@ -151,6 +152,11 @@ class WorkerParts:
                     item.flow.window == -1 or item.flow.window > 0,
                     f"{at}.flow.window",
                     f"-1 (no limit) or at least 1, got {item.flow.window}",
+                )
+                _check(
+                    item.flow.attempt <= call.attempt,
+                    f"{at}.flow.attempt",
+                    f"at most the call's own, {call.attempt}, got {item.flow.attempt}",
                 )
                 _check(
                     item.flow.replica.stage.stage_id == item.from_stage,

@@ -10,6 +10,7 @@ from omnicore.process import ProcessConfig
 from omnicore.security import SecurityConfig
 from stage_worker.flows import OPEN_WAIT_S
 from stage_worker.reading import CHUNK_TIMEOUT_S
+from stage_worker.retention import DEFAULT_RETAIN_BYTES
 
 
 def _named(value: str) -> None:
@@ -48,6 +49,11 @@ class StageWorkerConfig(ProcessConfig, SecurityConfig):
     pool_bytes: int = option(
         DEFAULT_POOL_BYTES,
         help="shared memory for data to other stages; a stage without any takes none",
+        check=not_negative,
+    )
+    retain_bytes: int = option(
+        DEFAULT_RETAIN_BYTES,
+        help="most that is kept of what consumers have read, in case one is lost before its request has ended; 0: none",
         check=not_negative,
     )
     startup_timeout_s: float = option(

@@ -30,8 +30,8 @@ from omnicore.errors import (
     from_status,
 )
 from omnicore.log import get_logger
-from stage_worker.flows import FlowKey, flow_key
 from stage_worker.identity import replica_name
+from stage_worker.outbox import ReaderKey, reader_key
 from stage_worker.reading import Reading, Reads
 
 _log = get_logger(__name__)
@@ -202,7 +202,8 @@ class FlowReader:
 
 
 def _same_attempt(one: transfer_pb2.EdgeRef, other: transfer_pb2.EdgeRef) -> bool:
-    """They differ in their consumers at most: data for several stages is published once, for the first of them."""
+    """They differ in their consumers at most: data for several stages is published once, for the first of them. The
+    attempt is the producer's, which may be earlier than that of the call that reads."""
     return (one.request_id, one.attempt, one.from_stage) == (other.request_id, other.attempt, other.from_stage)
 
 
@@ -212,13 +213,13 @@ class _Link:
     def __init__(self, peer: Peer, first: pb.SubscribeRequest) -> None:
         self.peer = peer
         self.broken = False
-        self._flows: dict[FlowKey, FlowReader] = {}
+        self._flows: dict[ReaderKey, FlowReader] = {}
         self._request = first
         self._wakeup = asyncio.Event()
         self._scheduled = False
 
     def open(self, reader: FlowReader, window: int) -> None:
-        self._flows[flow_key(reader.edge)] = reader
+        self._flows[reader_key(reader.edge)] = reader
         self._request.opens.add(edge=reader.edge, window=window)
         self._schedule()
 
@@ -228,7 +229,7 @@ class _Link:
             self._schedule()
 
     def forget(self, reader: FlowReader, *, cancel: bool) -> None:
-        key = flow_key(reader.edge)
+        key = reader_key(reader.edge)
         if self._flows.get(key) is not reader:
             return
         del self._flows[key]
@@ -238,7 +239,7 @@ class _Link:
 
     def report(self, reader: FlowReader, error: OmniError) -> None:
         """A reader cannot go on."""
-        key = flow_key(reader.edge)
+        key = reader_key(reader.edge)
         if self._flows.get(key) is reader:
             del self._flows[key]
             if not self.broken:
@@ -246,7 +247,7 @@ class _Link:
                 self._schedule()
 
     def is_reading(self, edge: transfer_pb2.EdgeRef) -> bool:
-        return flow_key(edge) in self._flows
+        return reader_key(edge) in self._flows
 
     async def run(self, channel: grpc.aio.Channel) -> None:
         """Until the stream ends; then every flow has failed."""
@@ -256,7 +257,7 @@ class _Link:
         try:
             async for response in call:
                 for chunk in response.chunks:
-                    if (reader := self._flows.get(flow_key(chunk.edge))) is not None:
+                    if (reader := self._flows.get(reader_key(chunk.edge))) is not None:
                         reader.deliver(chunk)
         except grpc.aio.AioRpcError as error:
             cause = error

@@ -16,12 +16,86 @@ from omnicore.errors import OmniError
 from stage_worker.calls import WorkerParts
 from stage_worker.chunking import text_cutter
 from stage_worker.engine import EngineOutput
-from stage_worker.flows import Outbox
+from stage_worker.outbox import Outbox
 from stage_worker.reading import edge_name
+from stage_worker.retention import Retention
 from stage_worker.transfer_metrics import PathSeries
 
-Published = tuple[str, bytes, int]
-"""Key, token and consumer places of data that its consumers release."""
+RETAINED = "retained"
+"""The name under which what is retained of an edge that does not flow is claimed, beside its consumers."""
+
+
+class Published:
+    """What a call has given to edges that do not flow: its consumers release it, and while it is retained it outlives
+    them."""
+
+    def __init__(self, store: HandleStore, keeper: Retention, request_id: str, consumers: int, *, retained: bool):
+        self.request_id = request_id
+        self._store = store
+        self._keeper = keeper
+        self._consumers = consumers
+        self._retained = retained
+        self._data: list[tuple[str, bytes]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._data)
+
+    @property
+    def places(self) -> int:
+        """Consumer places of the next handle."""
+        return self._consumers + self._retained
+
+    def add(self, handle: transfer_pb2.TransferHandle) -> None:
+        """One more was published, with ``places``."""
+        self._data.append((handle.key, handle.token))
+        if handle.consumers > self._consumers:
+            self._store.claim(handle.key, handle.token, RETAINED)
+            self._keeper.add(self, handle)
+
+    def free(self) -> None:
+        """Take everything back: its consumers will not come."""
+        for key, token in self._data:
+            for _ in range(self._consumers):
+                self._store.release(key, token)
+        self.stop_retaining()
+        self._data.clear()
+
+    def stop_retaining(self) -> None:
+        """Keep only what its consumers have not released."""
+        self._keeper.forget(self)
+        self.drop_retained()
+
+    def drop_retained(self) -> None:
+        """See ``retention.Holder``."""
+        if self._retained:
+            self._retained = False
+            for key, token in self._data:
+                self._store.release(key, token, RETAINED)
+
+
+class Left:
+    """What an ended call has given to others: nobody but its gateway knows when it is no longer needed."""
+
+    def __init__(self, outboxes: Iterable[Outbox], published: Iterable[Published]) -> None:
+        self._outboxes = list(outboxes)
+        self._published = [given for given in published if given]
+
+    def __bool__(self) -> bool:
+        return bool(self._published) or not all(outbox.gone for outbox in self._outboxes)
+
+    def discard(self, error: OmniError) -> None:
+        """The request is over, because of ``error``: give it up."""
+        for outbox in self._outboxes:
+            outbox.discard(error)
+        for given in self._published:
+            given.free()
+
+    def stop_retaining(self) -> None:
+        """Nobody will name the call: keep only what its consumers still have to read."""
+        for outbox in self._outboxes:
+            outbox.stop_retaining()
+        for given in self._published:
+            given.stop_retaining()
 
 
 class OutputGroup:
@@ -35,6 +109,9 @@ class OutputGroup:
         """Of edges that flow, in the order of ``to_stages``."""
         self.handles: list[transfer_pb2.TransferHandle] = []
         """Of edges that do not, each handle for all of them."""
+        self.published: Published | None = None
+        """Of edges that do not, once ``declare`` was called."""
+        self._outputs = outputs
         self._parts = parts
         self._kind = kind
         self._consumers = sum(max(1, output.consumers) for output in outputs)
@@ -45,11 +122,16 @@ class OutputGroup:
 
     def declare(self, call: stage_service_pb2.StageCall) -> None:
         """Name the edges, and declare the flows among them. Raises ``AlreadyExistsError``."""
-        for to_stage in self.to_stages:
-            edge = self._parts.edge(call, self._parts.stage.stage_id, to_stage)
+        flows = self._parts.flows
+        for output in self._outputs:
+            edge = self._parts.edge(call, self._parts.stage.stage_id, output.to_stage)
             self._edges.append(edge)
             if self.flows:
-                self.outboxes.append(self._parts.flows.declare(edge))
+                self.outboxes.append(flows.declare(edge, retained=output.retain))
+        if not self.flows:
+            retained = any(output.retain for output in self._outputs)
+            store = self._parts.connectors.store
+            self.published = Published(store, flows.keeper, call.request_id, self._consumers, retained=retained)
 
     async def write(self, output: EngineOutput) -> None:
         """Publish what one step brought."""
@@ -66,16 +148,14 @@ class OutputGroup:
 
     def free(self) -> None:
         """Take back data that nobody was told of."""
-        free_published(self._parts.connectors.store, self.published())
+        if self.published is not None:
+            self.published.free()
         self.handles.clear()
 
-    def published(self) -> list[Published]:
-        """What edges that do not flow have been given."""
-        return [(handle.key, handle.token, self._consumers) for handle in self.handles]
-
     async def _publish(self, payload: Payload) -> None:
-        consumers = self._consumers
-        if self.flows:
+        if self.published is not None:
+            consumers = self.published.places
+        else:
             for outbox in self.outboxes:
                 if outbox.full:
                     await outbox.room()
@@ -93,8 +173,9 @@ class OutputGroup:
             raise self._located(error) from error
         self._count(handle, perf_counter() - begin_s)
         self._sequence += 1
-        if not self.flows:
+        if self.published is not None:
             self.handles.append(handle)
+            self.published.add(handle)
             return
         for outbox in wanted:
             connectors.store.claim(handle.key, handle.token, outbox.claimant)
@@ -120,13 +201,6 @@ class OutputGroup:
         error.args = (error.message,)
         error.metadata = {**error.metadata, "chunk": str(self._sequence), "connector": self._kind}
         return error
-
-
-def free_published(store: HandleStore, published: Iterable[Published]) -> None:
-    """Take back data whose consumers will not come."""
-    for key, token, places in published:
-        for _ in range(places):
-            store.release(key, token)
 
 
 def output_groups(parts: WorkerParts, outputs: Iterable[stage_service_pb2.EdgeOutput]) -> list[OutputGroup]:

@@ -135,7 +135,7 @@ class Reading:
         where = {"peer_stage": str(edge.from_stage), "producer": self._producer, "chunk": str(sequence)}
         error.metadata = {**error.metadata, **where}
         self.count(error)
-        return self._reads.locate(error, edge.attempt)
+        return self._reads.locate(error, edge.reader_attempt or edge.attempt)
 
     def count(self, error: OmniError) -> None:
         """The consumer could not read on, because of ``error``."""
@@ -151,7 +151,7 @@ class Reading:
         _log.debug(
             "transfer",
             request_id=self.edge.request_id,
-            attempt=self.edge.attempt,
+            attempt=self.edge.reader_attempt or self.edge.attempt,
             edge=edge_name(self.edge),
             producer=self._producer,
             keys=self._keys,

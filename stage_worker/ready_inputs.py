@@ -11,13 +11,14 @@ from connectors.channels import PeerChannels
 from connectors.payload import Payload
 from omni.v1 import transfer_pb2, transfer_service_pb2_grpc
 from omni.v1 import transfer_service_pb2 as pb
-from omnicore.errors import OmniError
+from omnicore.errors import DataLossError, OmniError
 from omnicore.log import get_logger
 from stage_worker.identity import replica_name
 from stage_worker.reading import Reading
 
 _log = get_logger(__name__)
 _RELEASE_TIMEOUT_S = 5.0
+_GONE = frozenset(("HANDLE_NOT_FOUND", "HANDLE_EXPIRED", "RELEASED_WHILE_READ"))
 
 
 class HandleReader:
@@ -35,7 +36,8 @@ class HandleReader:
         return self
 
     async def __anext__(self) -> Payload:
-        """The next payload; raises what the connector raises, and ``DeadlineExceededError``."""
+        """The next payload; raises what the connector raises, ``DeadlineExceededError``, and ``DataLossError`` for what
+        was retained for another attempt and is gone."""
         await self._close_payload()
         if not self._handles:
             raise StopAsyncIteration
@@ -44,8 +46,8 @@ class HandleReader:
         try:
             return await self._reading.open(self._current, self._sequence)
         except OmniError as error:
-            self._error = error
-            raise
+            self._error = self._gone(self._current, error)
+            raise self._error from error
 
     async def aclose(self) -> None:
         """Release everything. May be called more than once."""
@@ -63,10 +65,17 @@ class HandleReader:
         try:
             await self._reading.close(self._sequence)
         except OmniError as error:
-            self._error = error
-            raise
+            self._error = self._gone(handle, error)
+            raise self._error from error
         finally:
             self._releaser.release(handle)
+
+    def _gone(self, handle: transfer_pb2.TransferHandle, error: OmniError) -> OmniError:
+        """What an earlier attempt was given was kept for this one only as long as there was memory for it."""
+        if handle.edge.attempt >= self._reading.edge.attempt or error.reason not in _GONE:
+            return error
+        message = f"what was retained is gone: {error.message}"
+        return DataLossError(message, reason="RETENTION_LOST", metadata=error.metadata)
 
 
 class Releaser:

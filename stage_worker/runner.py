@@ -23,10 +23,10 @@ from omnicore.errors import (
 from omnicore.log import get_logger
 from stage_worker.calls import CallKey, WorkerParts
 from stage_worker.engine import EngineOutput, EngineRequest, Finish, TokenChance
-from stage_worker.flows import Outbox
 from stage_worker.identity import replica_name
 from stage_worker.links import FlowReader
-from stage_worker.outputs import OutputGroup, Published, output_groups
+from stage_worker.outbox import Outbox
+from stage_worker.outputs import Left, OutputGroup, output_groups
 from stage_worker.ready_inputs import HandleReader
 
 _log = get_logger(__name__)
@@ -89,10 +89,9 @@ class CallRunner:
         for outbox in self.outboxes:
             outbox.on_consumer_failure = self.abort
 
-    @property
-    def published(self) -> list[Published]:
-        """What its last event told of, for edges that do not flow."""
-        return [item for group in self._outputs for item in group.published()]
+    def left(self) -> Left:
+        """What it has given to others, once it has ended."""
+        return Left(self.outboxes, [group.published for group in self._outputs if group.published is not None])
 
     def abort(self, error: OmniError) -> None:
         """End now; ``error`` is the last event. Idempotent; an ended call stays as it ended."""
@@ -210,6 +209,8 @@ class CallRunner:
         for item in call.inputs:
             if item.WhichOneof("source") == "flow":
                 edge = parts.edge(call, item.from_stage, parts.stage.stage_id)
+                if item.flow.HasField("attempt") and item.flow.attempt != call.attempt:
+                    edge.attempt, edge.reader_attempt = item.flow.attempt, call.attempt
                 self._inputs[item.from_stage] = parts.links.open(item.flow, edge)
             else:
                 handles = list(item.handles.handles)

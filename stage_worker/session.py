@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import collections
 from collections.abc import AsyncIterator, Sequence
-from typing import NamedTuple
 
 from omni.v1 import stage_service_pb2 as pb
 from omni.v1 import types_pb2
@@ -20,9 +19,8 @@ from omnicore.errors import AlreadyExistsError, InvalidRequestError, OmniError, 
 from omnicore.log import get_logger
 from stage_worker.beats import Beats
 from stage_worker.calls import WorkerParts
-from stage_worker.flows import Outbox
 from stage_worker.frames import FrameWriter
-from stage_worker.outputs import Published, free_published
+from stage_worker.outputs import Left
 from stage_worker.progress import LoadSource, Vitality
 from stage_worker.runner import CallRunner
 
@@ -31,13 +29,6 @@ _log = get_logger(__name__)
 LOAD_INTERVAL_S = 0.1
 """Load is sent at most this often: ten times a second."""
 _MOST_LINGERING = 4096  # ended calls that are remembered because their data may be unread
-
-
-class _Left(NamedTuple):
-    """What an ended call has given to others."""
-
-    outboxes: Sequence[Outbox]
-    published: Sequence[Published]
 
 
 class _CallSink:
@@ -80,7 +71,7 @@ class Session:
             self._beats = Beats(to_seconds(hello.beat_interval), vitality, self.writer.touch)
         self._calls: dict[int, CallRunner] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._lingering: collections.OrderedDict[int, _Left] = collections.OrderedDict()
+        self._lingering: collections.OrderedDict[int, Left] = collections.OrderedDict()
         self._last_load: types_pb2.LoadReport | None = None
         self._load_due_s = 0.0
         self._load_timer: asyncio.TimerHandle | None = None
@@ -117,19 +108,20 @@ class Session:
             if (call := self._calls.get(call_id)) is not None:
                 call.abort(RequestCancelledError("aborted by the gateway", reason="ABORTED"))
             elif (left := self._lingering.pop(call_id, None)) is not None:
-                for outbox in left.outboxes:
-                    outbox.discard(RequestCancelledError("aborted by the gateway", reason="ABORTED"))
-                # The gateway ended the call before it heard of its data: it has told no consumer of it.
-                free_published(self._parts.connectors.store, left.published)
+                # The gateway ended the call before it heard of its data, and has told no consumer of it; or no consumer
+                # will need again what was retained.
+                left.discard(RequestCancelledError("aborted by the gateway", reason="ABORTED"))
 
     def call_ended(self, call_id: int) -> None:
         """Forget a call (called by its sink)."""
         call = self._calls.pop(call_id)
-        left = _Left([outbox for outbox in call.outboxes if not outbox.gone], call.published)
-        if left.outboxes or left.published:
-            self._lingering[call_id] = left
+        if left := call.left():
+            if self._ended:
+                left.stop_retaining()  # nobody is there to name it
+            else:
+                self._lingering[call_id] = left
             if len(self._lingering) > _MOST_LINGERING:
-                self._lingering.popitem(last=False)
+                self._forget_oldest()
         if not self._calls and self._beats is not None:
             self._beats.stop()
         self._maybe_close()
@@ -177,6 +169,9 @@ class Session:
             self._beats.stop()
         for call in list(self._calls.values()):
             call.abort(RequestCancelledError("the gateway's session broke", reason="SESSION_BROKEN"))
+        for left in self._lingering.values():
+            left.stop_retaining()
+        self._lingering.clear()
 
     def stop_calls(self, error: UnavailableError) -> None:
         """The worker stops: end every call with ``error``."""
@@ -191,6 +186,13 @@ class Session:
     def _maybe_close(self) -> None:
         if self._half_closed and not self._calls:
             self.writer.close()
+
+    def _forget_oldest(self) -> None:
+        """Of ended calls, first those whose data has been read."""
+        for call_id in [call_id for call_id, left in self._lingering.items() if not left]:
+            del self._lingering[call_id]
+        while len(self._lingering) > _MOST_LINGERING:
+            self._lingering.popitem(last=False)[1].stop_retaining()
 
     def _send_load(self) -> None:
         self._load_timer = None

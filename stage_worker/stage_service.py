@@ -167,10 +167,10 @@ class StageServicer(pb_grpc.StageServiceServicer):
             call.abort(RequestCancelledError(f"aborted: {request.reason or 'no reason given'}", reason="ABORTED"))
         for call in calls:
             await call.ended()
-        self._parts.flows.drop_request(request.request_id)
+        flows = self._parts.flows.drop_request(request.request_id)
         freed = self._parts.connectors.store.cleanup(request.request_id)
         return pb.StageServiceAbortResponse(
-            found=bool(calls) or freed > 0, completion_tokens=sum(call.completion_tokens for call in calls)
+            found=bool(calls) or flows + freed > 0, completion_tokens=sum(call.completion_tokens for call in calls)
         )
 
     async def Control(  # noqa: N802 -- the name in the proto

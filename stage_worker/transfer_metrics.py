@@ -20,6 +20,7 @@ from connectors.base import ConnectorUsage
 from connectors.times import PHASES, ReadTimes
 from omni.v1 import transfer_pb2
 from omnicore import metrics
+from stage_worker.retention import CAUSES, Retention
 
 # A token is some bytes, the KV cache of a long prompt is hundreds of megabytes.
 _BYTES = tuple(float(4**power) for power in range(3, 16))
@@ -65,17 +66,22 @@ class PathSeries:
 
 
 class TransferMetrics:
-    """The counts of one worker. ``usage``: connector kind → its pool now; ``flows``: how many are open."""
+    """The counts of one worker. ``usage``: connector kind → its pool now; ``flows``: how many are open; ``keeper``:
+    what is retained."""
 
     def __init__(
-        self, pipeline: str, usage: Callable[[], Mapping[str, ConnectorUsage]], flows: Callable[[], int]
+        self,
+        pipeline: str,
+        usage: Callable[[], Mapping[str, ConnectorUsage]],
+        flows: Callable[[], int],
+        keeper: Retention | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
         self.paths: dict[tuple[int, int, str, str], PathSeries] = {}
         self.phases: dict[Labels, Observations] = {}
         self.failures: dict[Labels, int] = {}
         self._pipeline = pipeline
-        self.registry.register(_Counts(self, pipeline, usage, flows))
+        self.registry.register(_Counts(self, pipeline, usage, flows, keeper))
 
     def path(self, from_stage: int, to_stage: int, connector: str, backend: str) -> PathSeries:
         """The series of an edge and a path: there are few."""
@@ -122,7 +128,9 @@ class _Counts(Collector):
         pipeline: str,
         usage: Callable[[], Mapping[str, ConnectorUsage]],
         flows: Callable[[], int],
+        keeper: Retention | None,
     ) -> None:
+        self._keeper = keeper
         self._counts = counts
         self._pipeline = pipeline
         self._usage = usage
@@ -156,6 +164,8 @@ class _Counts(Collector):
             failures.add_metric(labels, count)
         yield failures
         yield from self._pools()
+        if self._keeper is not None:
+            yield from _retained(self._keeper)
         yield GaugeMetricFamily(metrics.TRANSFER_FLOWS.name, metrics.TRANSFER_FLOWS.help, value=self._flows())
 
     def _pools(self) -> Iterable[Metric]:
@@ -172,6 +182,15 @@ class _Counts(Collector):
             for kind, usage in usages.items():
                 family.add_metric([kind], getattr(usage, field, 0))
             yield family
+
+
+def _retained(keeper: Retention) -> Iterable[Metric]:
+    kept, dropped = metrics.TRANSFER_RETAINED_BYTES, metrics.TRANSFER_RETAINED_DROPPED
+    yield GaugeMetricFamily(kept.name, kept.help, value=keeper.size_bytes)
+    family = CounterMetricFamily(dropped.name.removesuffix("_total"), dropped.help, labels=dropped.labels)
+    for cause in CAUSES:
+        family.add_metric([cause], keeper.dropped[cause])
+    yield family
 
 
 def _histogram(metric: metrics.Metric, series: Mapping[Labels, Observations]) -> Metric:

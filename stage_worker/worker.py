@@ -45,6 +45,7 @@ from stage_worker.progress import LoadSource, Progress, Vitality
 from stage_worker.reading import Reads
 from stage_worker.ready_inputs import Releaser
 from stage_worker.registrar import Registrar
+from stage_worker.retention import Retention
 from stage_worker.stage_connectors import connector_options, publishes
 from stage_worker.stage_service import SessionSet, StageServicer
 from stage_worker.transfer_metrics import TransferMetrics
@@ -124,8 +125,10 @@ class Worker:
             clock=clock,
             options=connector_options(pipeline, stage, os.environ),
         )
-        flows = FlowTable(connectors.store.release, clock, open_wait_s=config.flow_open_timeout_s)
-        metrics = TransferMetrics(pipeline.name, connectors.usages, lambda: len(flows))
+        keeper = Retention(clock, config.retain_bytes)
+        connectors.store.make_room = keeper.make_room
+        flows = FlowTable(connectors.store.release, clock, open_wait_s=config.flow_open_timeout_s, keeper=keeper)
+        metrics = TransferMetrics(pipeline.name, connectors.usages, lambda: len(flows), keeper)
         connectors.store.on_freed = metrics.freed
         reads = Reads(
             connectors.get,
@@ -351,6 +354,7 @@ class Worker:
         while True:
             await asyncio.sleep(_SWEEP_S)
             self.parts.flows.sweep()
+            self.parts.flows.keeper.sweep()
             self.agreement.sweep()
             self.parts.connectors.sweep()
             await self.channels.sweep()

@@ -203,17 +203,18 @@ def call(request_id: str, text: str | None = None, emit: bool = True, **fields: 
     return made
 
 
-def flow_out(to_stage: int, chunk_by: str = "SENTENCE", connector: str = "auto") -> pb.EdgeOutput:
+def flow_out(to_stage: int, chunk_by: str = "SENTENCE", connector: str = "auto", retain: bool = False) -> pb.EdgeOutput:
     """Output that flows."""
     by = pipeline_pb2.ChunkBy.Value(f"CHUNK_BY_{chunk_by}")
-    return pb.EdgeOutput(to_stage=to_stage, flow=True, chunk_by=by, connector=connector, consumers=1)
+    return pb.EdgeOutput(to_stage=to_stage, flow=True, chunk_by=by, connector=connector, consumers=1, retain=retain)
 
 
-def flow_in(producer: Worker, window: int = 4) -> pb.EdgeInput:
-    """Input that flows from ``producer``."""
+def flow_in(producer: Worker, window: int = 4, attempt: int | None = None) -> pb.EdgeInput:
+    """Input that flows from ``producer``; ``attempt``: of its call, if that is an earlier one."""
+    ref, endpoint = producer.identity.current, producer.identity.endpoint
     return pb.EdgeInput(
         from_stage=producer.parts.stage.stage_id,
-        flow=pb.FlowSource(replica=producer.identity.current, endpoint=producer.identity.endpoint, window=window),
+        flow=pb.FlowSource(replica=ref, endpoint=endpoint, window=window, attempt=attempt),
     )
 
 

@@ -80,3 +80,27 @@ async def test_no_wait_still_takes_what_is_free() -> None:
     await queue.allocate(10)
     with pytest.raises(errors.ResourceExhaustedError):
         await queue.allocate(1)
+
+
+async def test_what_is_kept_without_need_goes_before_anybody_waits() -> None:
+    space = HeapSpace(100)
+    kept = [space.allocate(50), space.allocate(50)]
+
+    def make_room() -> bool:
+        if kept:
+            kept.pop().free()
+            return True
+        return False
+
+    queue = SpaceQueue(space, 30, "x", make_room=make_room)
+    first = await queue.allocate(30)
+    assert len(kept) == 1, "no more than is needed"
+    waiting = [await queue.allocate(60)]
+    assert not kept
+    # What others give back while somebody waits may be kept, too: it is asked for again.
+    blocked = asyncio.create_task(queue.allocate(40))
+    await asyncio.sleep(0)
+    kept.append(first)
+    (await asyncio.wait_for(blocked, 30)).free()
+    waiting[0].free()
+    assert space.free_bytes == 100

@@ -10,7 +10,8 @@ import pytest
 from omni.v1 import transfer_pb2, transfer_service_pb2
 from omnicore.clock import ManualClock
 from omnicore.errors import AlreadyExistsError, InternalError, NotFoundError, RequestCancelledError, from_status
-from stage_worker.flows import MAX_BACKLOG_CHUNKS, FlowTable, Outbox
+from stage_worker.flows import FlowTable
+from stage_worker.outbox import MAX_BACKLOG_CHUNKS, Outbox
 
 
 class Consumer:

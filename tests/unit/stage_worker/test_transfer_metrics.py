@@ -11,15 +11,31 @@ from connectors.publish import Usage
 from connectors.times import ReadTimes
 from omni.v1 import transfer_pb2
 from omnicore import metrics
+from omnicore.clock import ManualClock
 from omnicore.metrics_http import MetricsServer
+from stage_worker.retention import CAUSES, Retention
 from stage_worker.transfer_metrics import TransferMetrics
 
 EDGE = transfer_pb2.EdgeRef(request_id="r", from_stage=0, to_stage=1)
 LABELS = {"pipeline": "speech", "from_stage": "0", "to_stage": "1", "connector": "shm", "backend": "shm"}
 
 
+class Kept:
+    """Who retains data, of a request of its own."""
+
+    def __init__(self, keeper: Retention, size_bytes: int) -> None:
+        self.request_id = f"r{size_bytes}"
+        keeper.add(self, transfer_pb2.TransferHandle(size_bytes=size_bytes))
+
+    def drop_retained(self) -> None:
+        """Counted by its keeper."""
+
+
 def counted() -> TransferMetrics:
-    made = TransferMetrics("speech", lambda: {"shm": Usage(1000, 400, 2), "grpc": Usage(10, 10, 0)}, lambda: 3)
+    keeper = Retention(ManualClock(), limit_bytes=100_000)
+    Kept(keeper, 10_000)
+    Kept(keeper, 1_000_000)
+    made = TransferMetrics("speech", lambda: {"shm": Usage(1000, 400, 2), "grpc": Usage(10, 10, 0)}, lambda: 3, keeper)
     path = made.path(0, 1, "shm", "shm")
     for size in (100, 70_000, 440_000_000, 10**12):
         path.size.observe(size)
@@ -64,6 +80,13 @@ def test_pools_flows_and_failures() -> None:
     assert registry.get_sample_value("omni_transfer_flows") == 3
     failed = {"pipeline": "speech", "from_stage": "0", "to_stage": "1", "reason": "chunk_timeout"}
     assert registry.get_sample_value("omni_transfer_failures_total", failed) == 1
+
+
+def test_what_is_retained() -> None:
+    registry = counted().registry
+    assert registry.get_sample_value("omni_transfer_retained_bytes") == 0
+    dropped = {c: registry.get_sample_value("omni_transfer_retained_dropped_total", {"cause": c}) for c in CAUSES}
+    assert dropped == {"limit": 2, "pool": 0, "age": 0}
 
 
 def test_what_is_exported_is_what_is_declared() -> None:

@@ -33,14 +33,19 @@ class EdgeRef(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     FROM_STAGE_FIELD_NUMBER: _builtins.int
     TO_STAGE_FIELD_NUMBER: _builtins.int
+    READER_ATTEMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The gateway's request id. Required."""
     attempt: _builtins.int
-    """Counts dispatches of the request, from 0."""
+    """Counts dispatches of the request, from 0: that of the producer's call."""
     from_stage: _builtins.int
     """Producer stage."""
     to_stage: _builtins.int
     """Consumer stage."""
+    reader_attempt: _builtins.int
+    """In flow control only: attempt of the consumer's call, where that is later than `attempt`, which is the producer's;
+    0: the same. Of a flow that is retained the reader of a later attempt takes the place of an earlier one's.
+    """
     def __init__(
         self,
         *,
@@ -48,10 +53,11 @@ class EdgeRef(_message.Message):
         attempt: _builtins.int = ...,
         from_stage: _builtins.int = ...,
         to_stage: _builtins.int = ...,
+        reader_attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "from_stage", b"from_stage", "request_id", b"request_id", "to_stage", b"to_stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "from_stage", b"from_stage", "reader_attempt", b"reader_attempt", "request_id", b"request_id", "to_stage", b"to_stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -256,7 +256,9 @@ class SubscribeRequest(_message.Message):
 
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___FlowFailure]:
-        """Flows that the caller cannot read on; their data is freed, and the owner ends the request with that error."""
+        """Flows that the caller cannot read on; their data is freed, and the owner ends the request with that error, unless it
+        retains them for another reader.
+        """
 
     def __init__(
         self,

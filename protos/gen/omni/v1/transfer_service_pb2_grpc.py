@@ -111,7 +111,10 @@ class TransferServiceServicer:
         """Subscribe carries, in one stream per worker pair, the chunks of all flows from this worker to the caller.
         The caller opens flows and returns credits; the owner sends chunk handles, batched per step. A flow may be
         opened before its request has reached the owner; if that takes too long (30 s by default), it ends with NOT_FOUND,
-        and a second reader's with ALREADY_EXISTS. If the stream breaks, all its flows have failed.
+        and a second reader's with ALREADY_EXISTS. If the stream breaks, all its flows have failed. A flow that is retained
+        (EdgeOutput.retain) may be opened again, and comes from its beginning: after its reader has gone, or by a later
+        attempt, and then the earlier one's ends with CANCELLED; DATA_LOSS with reason RETENTION_LOST if it is no longer
+        whole.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -56,7 +56,10 @@ class TransferServiceStub:
     """Subscribe carries, in one stream per worker pair, the chunks of all flows from this worker to the caller.
     The caller opens flows and returns credits; the owner sends chunk handles, batched per step. A flow may be
     opened before its request has reached the owner; if that takes too long (30 s by default), it ends with NOT_FOUND,
-    and a second reader's with ALREADY_EXISTS. If the stream breaks, all its flows have failed.
+    and a second reader's with ALREADY_EXISTS. If the stream breaks, all its flows have failed. A flow that is retained
+    (EdgeOutput.retain) may be opened again, and comes from its beginning: after its reader has gone, or by a later
+    attempt, and then the earlier one's ends with CANCELLED; DATA_LOSS with reason RETENTION_LOST if it is no longer
+    whole.
     """
     Fetch: _grpc.UnaryStreamMultiCallable[_transfer_service_pb2.FetchRequest, _transfer_service_pb2.FetchResponse]
     """Fetch streams the bytes of a handle, in pieces of at most 1 MiB: the connector of last resort. Errors as
@@ -97,7 +100,10 @@ class TransferServiceAsyncStub(TransferServiceStub):
     """Subscribe carries, in one stream per worker pair, the chunks of all flows from this worker to the caller.
     The caller opens flows and returns credits; the owner sends chunk handles, batched per step. A flow may be
     opened before its request has reached the owner; if that takes too long (30 s by default), it ends with NOT_FOUND,
-    and a second reader's with ALREADY_EXISTS. If the stream breaks, all its flows have failed.
+    and a second reader's with ALREADY_EXISTS. If the stream breaks, all its flows have failed. A flow that is retained
+    (EdgeOutput.retain) may be opened again, and comes from its beginning: after its reader has gone, or by a later
+    attempt, and then the earlier one's ends with CANCELLED; DATA_LOSS with reason RETENTION_LOST if it is no longer
+    whole.
     """
     Fetch: _aio.UnaryStreamMultiCallable[_transfer_service_pb2.FetchRequest, _transfer_service_pb2.FetchResponse]  # type: ignore[assignment]
     """Fetch streams the bytes of a handle, in pieces of at most 1 MiB: the connector of last resort. Errors as
@@ -159,7 +165,10 @@ class TransferServiceServicer(metaclass=_abc_1.ABCMeta):
         """Subscribe carries, in one stream per worker pair, the chunks of all flows from this worker to the caller.
         The caller opens flows and returns credits; the owner sends chunk handles, batched per step. A flow may be
         opened before its request has reached the owner; if that takes too long (30 s by default), it ends with NOT_FOUND,
-        and a second reader's with ALREADY_EXISTS. If the stream breaks, all its flows have failed.
+        and a second reader's with ALREADY_EXISTS. If the stream breaks, all its flows have failed. A flow that is retained
+        (EdgeOutput.retain) may be opened again, and comes from its beginning: after its reader has gone, or by a later
+        attempt, and then the earlier one's ends with CANCELLED; DATA_LOSS with reason RETENTION_LOST if it is no longer
+        whole.
         """
 
     @_abc_1.abstractmethod
