@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from gateway.http.chat import ChatEndpoint
-from gateway.http.completions import CompletionEndpoint
+from gateway.http.endpoints import openai_endpoints
 from gateway.http.exchange import Exchange
 from gateway.http.paths import Match, PathTable
 from gateway.http.probes import Probes
 from gateway.http.service import HttpService
-from gateway.http.speech import SpeechEndpoint
 from omnicore import errors
-from omnicore.api_keys import KeyRole
 from omnicore.log import get_logger
 
 _log = get_logger(__name__)
@@ -30,11 +27,8 @@ class GatewayApp:
         self.paths: PathTable[Handler] = PathTable()
         """What is served; more may be added before the first request."""
         add = self.paths.add
-        add("POST", "/v1/chat/completions", guard(ChatEndpoint(service), KeyRole.CLIENT))
-        add("POST", "/v1/completions", guard(CompletionEndpoint(service), KeyRole.CLIENT))
-        add("POST", "/v1/audio/speech", guard(SpeechEndpoint(service), KeyRole.CLIENT))
-        add("GET", "/v1/models", guard(probes.models, KeyRole.READ))
-        add("GET", "/v1/models/{model:path}", guard(probes.model, KeyRole.READ))
+        for method, template, handler, role in openai_endpoints(service, probes):
+            add(method, template, guard(handler, role))
         add("GET", "/health", probes.health)
         add("GET", "/ready", probes.ready)
         add("GET", "/metrics", service.access.guard_metrics(probes.metrics))

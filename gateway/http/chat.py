@@ -10,7 +10,10 @@ import orjson
 
 from gateway.http import audio
 from gateway.http.chat_schema import ChatRequest, parse_chat
+from gateway.http.choices import begin_choices, seeded, stream_choices
 from gateway.http.exchange import Exchange
+from gateway.http.logprobs import chat_logprobs, of_events
+from gateway.http.pictures import PictureCollector, pictures
 from gateway.http.service import HttpService
 from gateway.http.sse import stream_events
 from gateway.request import RequestState, Usage
@@ -35,10 +38,10 @@ class ChatEndpoint:
         del body  # one that waits for admission, or runs for long, holds its prompt once
         request_id = "chatcmpl-" + exchange.id
         created = int(time.time())
-        state = await self._service.begin(
-            exchange, request_id, chat.graph, "chat", chat.modalities, chat.prompt, chat.sampling, chat.speech,
-            chat.session_id,
-        )  # fmt: skip
+        if chat.n > 1:
+            await self._several(exchange, request_id, created, chat)
+            return
+        state = await self._submit(exchange, chat, 0, request_id)
         if chat.stream:
             encoder = ChatChunks(request_id, created, chat)
             await stream_events(exchange, state, encoder, limits.keepalive_s)
@@ -47,19 +50,45 @@ class ChatEndpoint:
             events = await state.collect()
         finally:
             state.abort("its response has ended")
-        await exchange.json(_response(request_id, created, chat, state, events))
+        choices = [_choice(0, request_id, chat, state, events)]
+        await exchange.json(_response(request_id, created, chat, choices, state.usage))
+
+    async def _submit(self, exchange: Exchange, chat: ChatRequest, index: int, request_id: str) -> RequestState:
+        return await self._service.begin(
+            exchange, request_id, chat.graph, "chat", chat.modalities, chat.prompt,
+            seeded(chat.sampling, chat.graph, index), chat.speech, chat.session_id, chat.priority, chat.timeout_s,
+        )  # fmt: skip
+
+    async def _several(self, exchange: Exchange, request_id: str, created: int, chat: ChatRequest) -> None:
+        async def submit(index: int, choice_id: str) -> RequestState:
+            return await self._submit(exchange, chat, index, choice_id)
+
+        choices = await begin_choices(exchange, request_id, chat.n, chat.n, submit)
+        if chat.stream:
+            encoders = [ChatChunks(request_id, created, chat, index) for index in range(chat.n)]
+            await stream_choices(exchange, choices, encoders, self._service.limits.keepalive_s)
+            return
+        collected = await choices.collect()
+        bodies = [
+            _choice(index, request_id, chat, state, events)
+            for index, (state, events) in enumerate(zip(choices.states, collected, strict=True))
+        ]
+        await exchange.json(_response(request_id, created, chat, bodies, choices.usage))
 
 
 class ChatChunks:
-    """``chat.completion.chunk`` events. What never changes in a stream is encoded once.
+    """``chat.completion.chunk`` events of one choice. What never changes in a stream is encoded once.
 
     Text comes in ``delta.content``. With audio, ``delta.audio`` has base64 PCM in ``data`` and, as OpenAI does, the
-    same text in ``transcript``; its first chunk also tells ``sample_rate_hz`` and ``channels``.
+    same text in ``transcript``; its first chunk also tells ``sample_rate_hz`` and ``channels``. A picture comes when it
+    is complete, as the one part of a ``delta.content`` that is a list, as vLLM-Omni has it.
     """
 
-    def __init__(self, request_id: str, created: int, chat: ChatRequest) -> None:
+    def __init__(self, request_id: str, created: int, chat: ChatRequest, index: int = 0) -> None:
         self._audio_id = "audio_" + request_id.removeprefix("chatcmpl-")
         self._with_audio = "audio" in chat.modalities
+        self._pictures = PictureCollector() if "image" in chat.modalities else None
+        self._only_text = chat.modalities == ("text",) and not chat.logprobs
         self._include_usage = chat.include_usage
         model = orjson.dumps(chat.graph.name)
         usage = b',"usage":null' if chat.include_usage else b""
@@ -68,13 +97,14 @@ class ChatChunks:
             created,
             model,
         )
-        delta = self._head + b'[{"index":0,"delta":{'
-        self._tail = b'},"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
-        self._role = delta + b'"role":"assistant","content":"","refusal":null' + self._tail
-        self._text = delta + b'"content":'
+        self._delta = self._head + b'[{"index":%d,"delta":{' % index
+        self._end = b',"finish_reason":null}]' + usage + b"}\n\n"
+        self._tail = b'},"logprobs":null' + self._end
+        self._role = self._delta + b'"role":"assistant","content":"","refusal":null' + self._tail
+        self._text = self._delta + b'"content":'
         self._transcript = b',"audio":{"id":"%b","transcript":' % self._audio_id.encode()
-        self._media = delta + b'"audio":{"id":"%b","data":"' % self._audio_id.encode()
-        self._finish = self._head + b'[{"index":0,"delta":{},"logprobs":null,"finish_reason":"%b"}]' + usage + b"}\n\n"
+        self._media = self._delta + b'"audio":{"id":"%b","data":"' % self._audio_id.encode()
+        self._finish = self._delta + b'},"logprobs":null,"finish_reason":"%b"}]' + usage + b"}\n\n"
 
     def begin(self) -> bytes:
         """The role."""
@@ -83,27 +113,50 @@ class ChatChunks:
     def chunks(self, events: Sequence[stage_service_pb2.StageEvent]) -> bytes:
         """One chunk per engine step."""
         parts: list[bytes] = []
+        if self._only_text:
+            for event in events:
+                if text := event.text:
+                    parts += (self._text, orjson.dumps(text), self._tail)
+            return b"".join(parts)
         for event in events:
-            if text := event.text:
-                encoded = orjson.dumps(text)
-                if self._with_audio:
-                    parts += (self._text, encoded, self._transcript, encoded, b"}", self._tail)
-                else:
-                    parts += (self._text, encoded, self._tail)
-            if event.media:
+            if event.text or event.logprobs:
+                self._add_text(parts, event)
+            if event.media and self._pictures is None:
                 parts += (self._media, audio.base64(event.media), self._media_facts(event), b"}", self._tail)
+        if self._pictures is not None:
+            self._pictures.take(events)
         return b"".join(parts)
 
+    def _add_text(self, parts: list[bytes], event: stage_service_pb2.StageEvent) -> None:
+        encoded = orjson.dumps(event.text)
+        parts += (self._text, encoded)
+        if self._with_audio and event.text:
+            parts += (self._transcript, encoded, b"}")
+        if event.logprobs:
+            parts += (b'},"logprobs":', orjson.dumps(chat_logprobs(event.logprobs)), self._end)
+        else:
+            parts.append(self._tail)
+
     def end(self, state: RequestState) -> bytes:
-        """The end of the audio, the finish reason, the usage if it was asked for."""
+        """The finish, and the usage if it was asked for."""
+        return self.finish(state) + self.usage(state.usage)
+
+    def finish(self, state: RequestState) -> bytes:
+        """Pictures, the end of the audio, the finish reason."""
         data = b""
+        if self._pictures is not None:
+            for picture in self._pictures.pictures():
+                data += self._text + orjson.dumps([picture.content_part()]) + self._tail
         if self._with_audio:
             expires = int(time.time()) + _AUDIO_KEPT_S
             data = self._media + b'","expires_at":%d}' % expires + self._tail
-        data += self._finish % finish_reason(state).encode()
-        if self._include_usage:
-            data += self._head + b'[],"usage":' + orjson.dumps(usage_body(state.usage)) + b"}\n\n"
-        return data
+        return data + self._finish % finish_reason(state).encode()
+
+    def usage(self, usage: Usage) -> bytes:
+        """The usage, if it was asked for."""
+        if not self._include_usage:
+            return b""
+        return self._head + b'[],"usage":' + orjson.dumps(usage_body(usage)) + b"}\n\n"
 
     @staticmethod
     def _media_facts(event: stage_service_pb2.StageEvent) -> bytes:
@@ -128,19 +181,19 @@ def usage_body(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _response(
+def _choice(
+    index: int,
     request_id: str,
-    created: int,
     chat: ChatRequest,
     state: RequestState,
     events: Sequence[stage_service_pb2.StageEvent],
 ) -> dict[str, Any]:
     text = "".join(event.text for event in events)
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": text if "text" in chat.modalities else None,
-        "refusal": None,
-    }
+    content: str | list[dict[str, Any]] | None = text if "text" in chat.modalities else None
+    if "image" in chat.modalities:
+        content = [{"type": "text", "text": text}] if text else []
+        content += [picture.content_part() for picture in pictures(events)]
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if "audio" in chat.modalities:
         data = b"".join(event.media for event in events)
         info = audio.pcm_info(events)
@@ -155,11 +208,18 @@ def _response(
             "sample_rate_hz": info.sample_rate_hz,
             "channels": info.channels,
         }
+    logprobs = chat_logprobs(of_events(events)) if chat.logprobs else None
+    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason(state)}
+
+
+def _response(
+    request_id: str, created: int, chat: ChatRequest, choices: list[dict[str, Any]], usage: Usage
+) -> dict[str, Any]:
     return {
         "id": request_id,
         "object": "chat.completion",
         "created": created,
         "model": chat.graph.name,
-        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason(state)}],
-        "usage": usage_body(state.usage),
+        "choices": choices,
+        "usage": usage_body(usage),
     }

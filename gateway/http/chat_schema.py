@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from typing import Any
+
+import orjson
 
 from gateway import validation
 from gateway.graph import PipelineGraph
-from gateway.http.fields import Fields, kind
+from gateway.http.content_parts import NOT_OFFERED, Messages, RemoteMedia
+from gateway.http.fields import Fields
 from omni.v1 import prompt_pb2, sampling_pb2
 from omnicore import errors
 
-MODALITIES = ("text", "audio")
+MODALITIES = ("text", "audio", "image")
+MAX_CHOICES = 16
+"""Most answers to one prompt."""
+MAX_TOP_LOGPROBS = 20
 AUDIO_FORMATS = ("wav", "pcm16")
 STREAM_AUDIO_FORMATS = ("pcm16",)
 
@@ -24,11 +29,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "logit_bias": ({},),
-    "n": (1,),
     "prediction": (),
     "web_search_options": (),
     "reasoning_effort": ("none",),
@@ -39,23 +40,35 @@ _HARMLESS = frozenset((
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "parallel_tool_calls",
 ))  # fmt: skip
-_NOT_OFFERED = "not supported by this server; leave it out"
 
 # JSON names that are fields of SamplingParams; some are extensions, as vLLM has them.
 _NUMBERS = frozenset(
     ("temperature", "top_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "guidance_scale")
 )
-_INTEGERS = frozenset(("top_k", "seed", "min_tokens", "num_inference_steps"))
+_INTEGERS = frozenset(("top_k", "seed", "min_tokens", "num_inference_steps", "width", "height"))
 _BOOLEANS = frozenset(("ignore_eos", "skip_special_tokens"))
 SAMPLING = _NUMBERS | _INTEGERS | _BOOLEANS | {"max_tokens", "max_completion_tokens", "stop", "stop_token_ids"}
+MAX_OPTION_CHARS = {"bot_task": 64, "negative_prompt": 8192}
+_PROMPT_OPTIONS = frozenset(MAX_OPTION_CHARS)
 _KNOWN = (
     SAMPLING
     | _REFUSED.keys()
     | _HARMLESS
-    | {"model", "messages", "modalities", "audio", "stream", "stream_options", "session_id"}
+    | {
+        "model",
+        "messages",
+        "extra_body",
+        "priority",
+        "modalities",
+        "audio",
+        "stream",
+        "stream_options",
+        "session_id",
+        "n",
+        "timeout",
+    }
+    | {"logprobs", "top_logprobs", "response_format", "bot_task", "negative_prompt"}
 )
-_MESSAGE_REFUSED: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "function_call": (), "audio": ()}
-_MESSAGE_KNOWN = _MESSAGE_REFUSED.keys() | {"role", "content", "name", "refusal", "tool_call_id", "annotations"}
 
 
 @dataclasses.dataclass(slots=True)
@@ -71,40 +84,132 @@ class ChatRequest:
     stream: bool
     include_usage: bool
     session_id: str
+    n: int
+    timeout_s: float
+    """0: the gateway's limit."""
+    priority: int | None
+    logprobs: bool
+    remote: list[RemoteMedia]
+    """Media to fetch before the prompt is complete."""
 
 
-def parse_chat(body: object, pipelines: Mapping[str, PipelineGraph], prompt_limit_bytes: int) -> ChatRequest:
-    """Read and check a body. Raises ``InvalidRequestError`` and ``NotFoundError``, as in ``gateway.validation``."""
-    fields = Fields(body)
+def parse_chat(
+    body: object,
+    pipelines: Mapping[str, PipelineGraph],
+    prompt_limit_bytes: int,
+    media_domains: Collection[str] = (),
+) -> ChatRequest:
+    """Read and check a body. Raises ``InvalidRequestError`` and ``NotFoundError``, as in ``gateway.validation``.
+
+    ``media_domains``: hosts that pictures and sounds may be fetched from.
+    """
+    fields = Fields(_flat(body))
     graph = validation.find_pipeline(pipelines, fields.string("model", "") or "")
     validation.check_task(graph, "chat", "model")
     modalities = validation.check_modalities(graph, "chat", fields.strings("modalities"))
+    _check_returnable(modalities)
+    stream, include_usage = read_stream(fields)
+    audio_format, speech = _audio(fields, modalities, stream)
+    prompt = prompt_pb2.Prompt()
+    messages = Messages(prompt, media_domains)
+    messages.read(fields.array("messages", required=True) or [])
+    validation.check_prompt(prompt, prompt_limit_bytes, "messages")
+    read_prompt_options(fields, prompt)
+    sampling = read_sampling(fields)
+    logprobs = _logprobs(fields, sampling)
+    read_response_format(fields, sampling)
+    session_id = fields.string("session_id", "") or ""
+    validation.check_id("session_id", session_id)
+    n, timeout_s, priority = read_choices(fields), read_timeout(fields), fields.integer("priority")
+    if n > 1 and "audio" in modalities:
+        raise errors.InvalidRequestError.field("n", "must be 1 with audio among the modalities")
+    fields.refuse(_REFUSED, NOT_OFFERED)
+    fields.finish(_KNOWN)
+    return ChatRequest(
+        graph, modalities, prompt, sampling, speech, audio_format, stream, include_usage, session_id, n, timeout_s,
+        priority, logprobs, messages.remote,
+    )  # fmt: skip
+
+
+def _flat(body: object) -> object:
+    """Extensions may also stand in ``extra_body``, as some clients send it: they belong to the body."""
+    if not isinstance(body, dict) or body.get("extra_body") is None:
+        return body
+    extra = Fields(body["extra_body"], "extra_body")
+    for name in extra.present(body.keys()):
+        raise errors.InvalidRequestError.field(extra.at(name), f"contradicts {name!r}; give one of them")
+    return {**body, **body["extra_body"], "extra_body": None}
+
+
+def _check_returnable(modalities: tuple[str, ...]) -> None:
     if other := [modality for modality in modalities if modality not in MODALITIES]:
         raise errors.InvalidRequestError.field(
             "modalities",
             f"this endpoint returns {' and '.join(MODALITIES)}, not {', '.join(other)}",
             reason="UNSUPPORTED_MODALITY",
         )
-    stream, include_usage = read_stream(fields)
-    audio_format, speech = _audio(fields, modalities, stream)
-    prompt = prompt_pb2.Prompt()
-    messages = fields.array("messages", required=True) or []
-    if not messages:
-        raise errors.InvalidRequestError.field("messages", "must have at least one message")
-    validation.check_parts("messages", len(messages))
-    parts = 0
-    for index, message in enumerate(messages):
-        made = prompt.chat.messages.add()
-        _message(Fields(message, f"messages[{index}]"), made)
-        parts += len(made.parts) or 1
-        validation.check_parts("messages", parts)
-    validation.check_prompt(prompt, prompt_limit_bytes, "messages")
-    sampling = read_sampling(fields)
-    session_id = fields.string("session_id", "") or ""
-    validation.check_id("session_id", session_id)
-    fields.refuse(_REFUSED, _NOT_OFFERED)
-    fields.finish(_KNOWN)
-    return ChatRequest(graph, modalities, prompt, sampling, speech, audio_format, stream, include_usage, session_id)
+    if "audio" in modalities and "image" in modalities:
+        raise errors.InvalidRequestError.field(
+            "modalities", "audio and image do not come in one answer; ask for one of them"
+        )
+
+
+def read_prompt_options(fields: Fields, prompt: prompt_pb2.Prompt) -> None:
+    """What image models take beside the prompt."""
+    for name in fields.present(_PROMPT_OPTIONS):
+        value = fields.string(name) or ""
+        if len(value) > MAX_OPTION_CHARS[name]:
+            raise errors.InvalidRequestError.field(name, f"must be at most {MAX_OPTION_CHARS[name]} characters")
+        setattr(prompt, name, value)
+
+
+def read_choices(fields: Fields) -> int:
+    """``n``: how many answers."""
+    n = fields.integer("n")
+    if n is None:
+        return 1
+    if not 1 <= n <= MAX_CHOICES:
+        raise errors.InvalidRequestError.field("n", f"must be 1 to {MAX_CHOICES}, got {n}")
+    return n
+
+
+def read_timeout(fields: Fields) -> float:
+    """``timeout``, seconds; 0 if absent."""
+    timeout_s = fields.number("timeout")
+    if timeout_s is None:
+        return 0.0
+    validation.check_range("timeout", timeout_s, 0, math.inf, closed=False)
+    return timeout_s
+
+
+def _logprobs(fields: Fields, sampling: sampling_pb2.SamplingParams) -> bool:
+    """OpenAI's two fields of a chat as one of ours."""
+    wanted, top = fields.boolean("logprobs"), fields.integer("top_logprobs")
+    if top is not None and not 0 <= top <= MAX_TOP_LOGPROBS:
+        raise errors.InvalidRequestError.field("top_logprobs", f"must be 0 to {MAX_TOP_LOGPROBS}, got {top}")
+    if top and not wanted:
+        raise errors.InvalidRequestError.field("top_logprobs", "only with logprobs: true")
+    if wanted:
+        sampling.logprobs = top or 0
+    return wanted
+
+
+def read_response_format(fields: Fields, sampling: sampling_pb2.SamplingParams) -> None:
+    """What the text must be: anything, a JSON object, or what a JSON schema accepts."""
+    wanted = fields.object("response_format")
+    if wanted is None:
+        return
+    kind = wanted.choice("type", ("text", "json_object", "json_schema"), "")
+    if kind == "json_object":
+        sampling.structured_output.json_object = True
+    elif kind == "json_schema":
+        described = wanted.object("json_schema")
+        schema = described.object("schema") if described is not None else None
+        if described is None or schema is None:
+            raise errors.InvalidRequestError.field("response_format.json_schema.schema", "required; must be an object")
+        described.finish({"name", "description", "schema", "strict"})
+        sampling.structured_output.json_schema = orjson.dumps(described.raw("schema")).decode()
+    wanted.finish({"type", "json_schema"} if kind == "json_schema" else {"type"})
 
 
 def read_sampling(fields: Fields) -> sampling_pb2.SamplingParams:
@@ -185,69 +290,3 @@ def _audio(fields: Fields, modalities: tuple[str, ...], stream: bool) -> tuple[s
     audio_format = audio.choice("format", accepted, accepted[0])
     audio.finish({"voice", "format", "speed"})
     return audio_format, speech
-
-
-def _message(fields: Fields, message: prompt_pb2.ChatMessage) -> None:
-    role = fields.string("role", required=True)
-    if role not in validation.ROLES:
-        raise errors.InvalidRequestError.field(
-            fields.at("role"), f"must be one of: {', '.join(validation.ROLES)}; got {role!r}"
-        )
-    message.role = role
-    content = fields.raw("content")
-    if isinstance(content, str):
-        message.parts.add(text=content)
-    elif isinstance(content, list):
-        validation.check_parts(fields.at("content"), len(content))
-        if not content:
-            raise errors.InvalidRequestError.field(fields.at("content"), "must have at least one part")
-        for index, part in enumerate(content):
-            _part(Fields(part, f"{fields.at('content')}[{index}]"), message)
-    elif content is None:
-        raise errors.InvalidRequestError.field(
-            fields.at("content"), "required; must be a string or a list of content parts"
-        )
-    else:
-        raise errors.InvalidRequestError.field(
-            fields.at("content"), f"must be a string or a list of content parts, got {kind(content)}"
-        )
-    fields.refuse(_MESSAGE_REFUSED, _NOT_OFFERED)
-    fields.finish(_MESSAGE_KNOWN)
-
-
-def _part(fields: Fields, message: prompt_pb2.ChatMessage) -> None:
-    part = fields.choice("type", ("text", "image_url", "input_audio"), "")
-    if part == "text":
-        message.parts.add(text=fields.string("text", required=True) or "")
-    elif part == "image_url":
-        image = fields.object("image_url")
-        if image is None:
-            raise errors.InvalidRequestError.field(fields.at("image_url"), "required; must be an object")
-        message.parts.add(media=_data_uri(image.at("url"), image.string("url", required=True) or ""))
-        image.finish({"url", "detail"})
-    else:
-        audio = fields.object("input_audio")
-        if audio is None:
-            raise errors.InvalidRequestError.field(fields.at("input_audio"), "required; must be an object")
-        audio_format = audio.choice("format", ("wav", "mp3"), "wav")
-        data = _base64(audio.at("data"), audio.string("data", required=True) or "")
-        mime_type = {"wav": "audio/wav", "mp3": "audio/mpeg"}[audio_format]
-        message.parts.add(media=prompt_pb2.MediaPart(mime_type=mime_type, data=data))
-        audio.finish({"data", "format"})
-    fields.finish({"type", part})
-
-
-def _data_uri(path: str, uri: str) -> prompt_pb2.MediaPart:
-    head, comma, data = uri.partition(",")
-    if not comma or not head.startswith("data:") or not head.endswith(";base64"):
-        raise errors.InvalidRequestError.field(
-            path, "must be a data URI (data:image/png;base64,…); this server fetches nothing"
-        )
-    return prompt_pb2.MediaPart(mime_type=head.removeprefix("data:").removesuffix(";base64"), data=_base64(path, data))
-
-
-def _base64(path: str, text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        raise errors.InvalidRequestError.field(path, "must be base64") from None

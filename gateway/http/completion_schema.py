@@ -8,20 +8,29 @@ from typing import Any
 
 from gateway import validation
 from gateway.graph import PipelineGraph
-from gateway.http.chat_schema import SAMPLING, read_sampling, read_stream
+from gateway.http.chat_schema import (
+    MAX_TOP_LOGPROBS,
+    SAMPLING,
+    read_choices,
+    read_response_format,
+    read_sampling,
+    read_stream,
+    read_timeout,
+)
+from gateway.http.content_parts import NOT_OFFERED
 from gateway.http.fields import Fields, kind
 from omni.v1 import prompt_pb2, sampling_pb2
 from omnicore import errors
 
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "logprobs": (),
-    "logit_bias": ({},),
-}
-_KNOWN = SAMPLING | _REFUSED.keys() | {"model", "prompt", "stream", "stream_options", "session_id", "user", "metadata"}
+MAX_CHOICES = 128
+"""Of one request: prompts, each with ``n`` answers."""
+_REFUSED: dict[str, tuple[Any, ...]] = {"best_of": (1,), "suffix": ("",), "logit_bias": ({},)}
+_KNOWN = (
+    SAMPLING
+    | _REFUSED.keys()
+    | {"model", "prompt", "stream", "stream_options", "session_id", "user", "metadata", "n", "echo", "logprobs"}
+    | {"timeout", "priority", "response_format"}
+)
 
 
 @dataclasses.dataclass(slots=True)
@@ -29,11 +38,26 @@ class CompletionRequest:
     """A valid body of /v1/completions."""
 
     graph: PipelineGraph
-    prompt: prompt_pb2.Prompt
+    prompts: list[prompt_pb2.Prompt]
+    """At least one; each gets ``n`` choices, in order."""
     sampling: sampling_pb2.SamplingParams
     stream: bool
     include_usage: bool
     session_id: str
+    n: int
+    echo: bool
+    """Answers begin with their prompt, which is a text."""
+    timeout_s: float
+    priority: int | None
+
+    @property
+    def logprobs(self) -> bool:
+        """Log probabilities are wanted."""
+        return self.sampling.HasField("logprobs")
+
+    def prompt_of(self, choice: int) -> prompt_pb2.Prompt:
+        """What a choice answers."""
+        return self.prompts[choice // self.n]
 
 
 def parse_completion(
@@ -45,24 +69,50 @@ def parse_completion(
     validation.check_task(graph, "chat", "model")
     if "text" not in graph.modalities("chat"):
         raise errors.InvalidRequestError.field("model", f"{graph.name!r} makes no text", reason="UNSUPPORTED_MODALITY")
-    prompt = _prompt(fields.raw("prompt"))
-    validation.check_prompt(prompt, prompt_limit_bytes)
+    prompts = _prompts(fields.raw("prompt"))
+    for prompt in prompts:
+        validation.check_prompt(prompt, prompt_limit_bytes)
+    n = read_choices(fields)
+    if len(prompts) * n > MAX_CHOICES:
+        raise errors.InvalidRequestError.field("prompt", f"at most {MAX_CHOICES} answers in all, prompts times n")
     stream, include_usage = read_stream(fields)
     sampling = read_sampling(fields)
+    read_response_format(fields, sampling)
+    if (top := fields.integer("logprobs")) is not None:
+        if not 0 <= top <= MAX_TOP_LOGPROBS:
+            raise errors.InvalidRequestError.field("logprobs", f"must be 0 to {MAX_TOP_LOGPROBS}, got {top}")
+        sampling.logprobs = top
+    echo = fields.boolean("echo")
+    if echo and top is not None:
+        raise errors.InvalidRequestError.field(
+            "echo", "not with logprobs: those of the prompt are not known here", reason="UNSUPPORTED_FIELD"
+        )
+    if echo and any(prompt.WhichOneof("kind") != "text" for prompt in prompts):
+        raise errors.InvalidRequestError.field("echo", "only with prompts that are texts", reason="UNSUPPORTED_FIELD")
     session_id = fields.string("session_id", "") or ""
     validation.check_id("session_id", session_id)
-    fields.refuse(_REFUSED, "not supported by this server; leave it out")
+    timeout_s, priority = read_timeout(fields), fields.integer("priority")
+    fields.refuse(_REFUSED, NOT_OFFERED)
     fields.finish(_KNOWN)
-    return CompletionRequest(graph, prompt, sampling, stream, include_usage, session_id)
+    return CompletionRequest(graph, prompts, sampling, stream, include_usage, session_id, n, echo, timeout_s, priority)
 
 
-def _prompt(value: object) -> prompt_pb2.Prompt:
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
-        value = value[0]
+def _prompts(value: object) -> list[prompt_pb2.Prompt]:
+    """One text, one list of token ids, or a list of either."""
+    if isinstance(value, list) and value and isinstance(value[0], str | list):
+        if len(value) > MAX_CHOICES:
+            raise errors.InvalidRequestError.field("prompt", f"at most {MAX_CHOICES} prompts, got {len(value)}")
+        return [_prompt(item, f"prompt[{index}]") for index, item in enumerate(value)]
+    return [_prompt(value, "prompt")]
+
+
+def _prompt(value: object, path: str) -> prompt_pb2.Prompt:
     if isinstance(value, str):
         if not value:
-            raise errors.InvalidRequestError.field("prompt", "must not be empty")
+            raise errors.InvalidRequestError.field(path, "must not be empty")
         return prompt_pb2.Prompt(text=value)
     if isinstance(value, list) and value and all(type(token) is int and 0 <= token < 2**32 for token in value):
         return prompt_pb2.Prompt(tokens=prompt_pb2.TokenPrompt(token_ids=value))
-    raise errors.InvalidRequestError.field("prompt", f"must be one string or one list of token ids, got {kind(value)}")
+    raise errors.InvalidRequestError.field(
+        path, f"must be a text, a list of token ids, or a list of either, got {kind(value)}"
+    )

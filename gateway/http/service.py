@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
+from gateway import validation
 from gateway.access.http import HttpAccess
 from gateway.admission import Entry, effective_priority
 from gateway.graph import PipelineGraph
@@ -58,9 +60,10 @@ class HttpService:
         speech: prompt_pb2.SpeechOptions,
         session_id: str,
         priority: int | None = None,
+        timeout_s: float = 0.0,
     ) -> RequestState:
         """Submit a valid request; the client's leaving aborts it, also while it waits for admission. ``priority`` is
-        the body's; without one, the header x-priority counts."""
+        the body's; without one, the header x-priority counts. ``timeout_s`` is the body's, 0 without one."""
         asked = priority if priority is not None else exchange.header(b"x-priority").decode("latin-1")
         entry = Entry(exchange.caller, effective_priority(exchange.caller, asked))
         spec = RequestSpec(
@@ -71,7 +74,7 @@ class HttpService:
             prompt=prompt,
             sampling=sampling,
             speech=speech,
-            timeout_s=self.limits.request_timeout_s,
+            timeout_s=self._timeout_s(exchange, timeout_s),
             session_id=session_id,
             trace_parent=exchange.header(b"traceparent").decode("latin-1"),
             entry=entry,
@@ -85,6 +88,17 @@ class HttpService:
         state = await self.orchestrator.submit(spec)
         waiting.target = state
         return state
+
+    def _timeout_s(self, exchange: Exchange, asked_s: float) -> float:
+        """The gateway's limit, or less if the body (``asked_s``, unless 0) or the header x-request-timeout says so."""
+        if header := exchange.header(b"x-request-timeout"):
+            try:
+                header_s = float(header)
+            except ValueError:
+                header_s = math.nan
+            validation.check_range("x-request-timeout", header_s, 0, math.inf, closed=False)
+            asked_s = min(asked_s, header_s) if asked_s else header_s
+        return min(asked_s, self.limits.request_timeout_s) if asked_s else self.limits.request_timeout_s
 
 
 class _Waiting:

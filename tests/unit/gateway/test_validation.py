@@ -10,7 +10,8 @@ import pytest
 from gateway import validation
 from gateway.graph import PipelineGraph
 from gateway.http.chat_schema import ChatRequest, parse_chat
-from gateway.http.completion_schema import parse_completion
+from gateway.http.completion_schema import CompletionRequest, parse_completion
+from gateway.http.media import sniff
 from gateway.http.speech_schema import parse_speech
 from omni.v1 import prompt_pb2, sampling_pb2
 from omnicore import errors
@@ -18,6 +19,9 @@ from tests.support.pipelines import speech_pipeline, text_pipeline
 
 PIPELINES = {"speech": PipelineGraph(speech_pipeline()), "text": PipelineGraph(text_pipeline())}
 USER = [{"role": "user", "content": "hello"}]
+PNG = b"\x89PNG\r\n\x1a\n...."
+WAV = b"RIFF....WAVEfmt "
+MP4 = b"\x00\x00\x00\x18ftypmp42"
 LIMIT = 1_000_000
 
 
@@ -63,11 +67,10 @@ def test_harmless_fields_are_accepted_and_null_is_absent() -> None:
 
 @pytest.mark.parametrize(
     "field",
-    ["tools", "functions", "response_format", "logprobs", "logit_bias", "n", "prediction", "reasoning_effort"],
+    ["tools", "tool_choice", "functions", "logit_bias", "prediction", "reasoning_effort"],
 )
 def test_what_would_change_the_output_is_refused_by_name(field: str) -> None:
-    value = {"n": 2, "logprobs": True, "response_format": {"type": "json_object"}}.get(field, [{"type": "x"}])
-    path, message = refused(**{field: value})
+    path, message = refused(**{field: [{"type": "x"}]})
     assert path == field
     assert "not supported" in message
 
@@ -131,6 +134,18 @@ def test_what_would_change_the_output_is_refused_by_name(field: str) -> None:
         ({"modalities": ["audio"], "audio": {"voice": 3}}, "audio.voice", "must be a string"),
         ({"temprature": 1}, "temprature", "unknown field; did you mean 'temperature'?"),
         ({"session_id": "a b"}, "session_id", "printable ASCII"),
+        ({"n": 0}, "n", "1 to 16, got 0"),
+        ({"n": 17}, "n", "1 to 16, got 17"),
+        ({"n": 2, "modalities": ["text", "audio"]}, "n", "must be 1 with audio"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "0 to 20"),
+        ({"top_logprobs": 2}, "top_logprobs", "only with logprobs"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "must be one of: text, json_object"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "required"),
+        ({"timeout": 0}, "timeout", "above 0"),
+        ({"priority": "x"}, "priority", "must be a whole number"),
+        ({"bot_task": "x" * 65}, "bot_task", "at most 64"),
+        ({"extra_body": {"seed": 1}, "seed": 2}, "extra_body.seed", "contradicts 'seed'"),
+        ({"extra_body": 3}, "extra_body", "must be an object"),
     ],
 )
 def test_wrong_fields_name_their_path(fields: dict[str, Any], path: str, text: str) -> None:
@@ -167,16 +182,78 @@ def test_audio_options() -> None:
 
 
 def test_media_parts_are_decoded() -> None:
-    data = base64.b64encode(b"PNG").decode()
+    def encoded(data: bytes) -> str:
+        return base64.b64encode(data).decode()
+
     parts = [
         {"type": "text", "text": "what is this?"},
-        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}", "detail": "low"}},
-        {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}},
+        {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{encoded(PNG)}", "detail": "low"}},
+        {"type": "input_audio", "input_audio": {"data": encoded(WAV), "format": "wav"}},
+        {"type": "audio_url", "audio_url": {"url": f"DATA:audio/x-wav;base64,{encoded(WAV)}"}},
+        {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{encoded(MP4)}"}},
     ]
     message = chat(messages=[{"role": "user", "content": parts}]).prompt.chat.messages[0]
-    assert [part.WhichOneof("kind") for part in message.parts] == ["text", "media", "media"]
-    assert (message.parts[1].media.mime_type, message.parts[1].media.data) == ("image/png", b"PNG")
-    assert message.parts[2].media.mime_type == "audio/wav"
+    assert message.parts[0].text == "what is this?"
+    media = [(part.media.mime_type, part.media.data) for part in message.parts[1:]]
+    assert media == [("image/png", PNG), ("audio/wav", WAV), ("audio/wav", WAV), ("video/mp4", MP4)]
+
+
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,bm90IGEgcGljdHVyZQ=="}}, "is not an image"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}, "is empty"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,???"}}, "must be base64"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png,x"}}, "must be a data URI"),
+        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "must be a data URI"),
+        ({"type": "image_url", "image_url": {"url": "HTTPS://example.org/a.png"}}, "this server fetches nothing"),
+        ({"type": "image_url"}, "required"),
+        ({"type": "input_audio", "input_audio": {"data": base64.b64encode(PNG).decode()}}, "is not an audio"),
+        ({"type": "input_audio", "input_audio": {"data": "x", "format": "midi"}}, "must be one of: wav, mp3"),
+    ],
+)
+def test_media_that_is_not_what_its_place_asks_for(part: dict[str, Any], text: str) -> None:
+    path, message = refused(messages=[{"role": "user", "content": [part]}])
+    assert path.startswith("messages[0].content[0].")
+    assert text in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "mime_type"),
+    [
+        ("image", b"\xff\xd8\xff\xe0....", "image/jpeg"),
+        ("image", b"GIF89a....", "image/gif"),
+        ("image", b"RIFF....WEBPVP8 ", "image/webp"),
+        ("image", b"BM....", "image/bmp"),
+        ("audio", b"ID3....", "audio/mpeg"),
+        ("audio", b"\xff\xfb\x90....", "audio/mpeg"),
+        ("audio", b"fLaC....", "audio/flac"),
+        ("audio", b"OggS....", "audio/ogg"),
+        ("audio", b"....ftypM4A ", "audio/mp4"),
+        ("video", b"\x1aE\xdf\xa3....", "video/webm"),
+        ("video", b"....ftypqt  ", "video/quicktime"),
+        ("image", b"XXXX....WEBP", ""),
+        ("image", b"RIFF....WAVE", ""),
+        ("audio", b"\xff\xf9....", ""),
+    ],
+)
+def test_media_is_told_from_its_bytes(kind: str, data: bytes, mime_type: str) -> None:
+    assert sniff(data, kind) == mime_type
+
+
+def test_what_a_chat_may_ask_beyond_text() -> None:
+    asked = chat(
+        n=3, logprobs=True, top_logprobs=4, timeout=2.5, priority=-1, bot_task="think", negative_prompt="rain",
+        response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}},
+        extra_body={"width": 640, "num_inference_steps": 4},
+    )  # fmt: skip
+    assert (asked.n, asked.logprobs, asked.timeout_s, asked.priority) == (3, True, 2.5, -1)
+    assert (asked.sampling.logprobs, asked.sampling.width, asked.sampling.num_inference_steps) == (4, 640, 4)
+    assert asked.sampling.structured_output.json_schema == '{"type":"object"}'
+    assert (asked.prompt.bot_task, asked.prompt.negative_prompt) == ("think", "rain")
+    assert chat(response_format={"type": "json_object"}).sampling.structured_output.json_object
+    assert chat(logprobs=True).sampling.HasField("logprobs")
+    assert not chat(logprobs=False, top_logprobs=0).sampling.HasField("logprobs")
 
 
 def test_a_prompt_that_does_not_fit_a_message_is_refused() -> None:
@@ -227,15 +304,44 @@ def test_wrong_speech(fields: dict[str, Any], path: str, text: str) -> None:
     assert text in caught.value.message
 
 
-def test_completion_prompts() -> None:
-    def prompt(value: object) -> prompt_pb2.Prompt:
-        return parse_completion({"model": "text", "prompt": value}, PIPELINES, LIMIT).prompt
+def completion(**fields: Any) -> CompletionRequest:
+    return parse_completion({"model": "text", "prompt": "hi", **fields}, PIPELINES, LIMIT)
 
-    assert prompt("hi").text == prompt(["hi"]).text == "hi"
-    assert list(prompt([1, 2]).tokens.token_ids) == list(prompt([[1, 2]]).tokens.token_ids) == [1, 2]
-    for wrong in (None, "", [], ["a", "b"], [-1], [True], {"a": 1}):
-        with pytest.raises(errors.InvalidRequestError, match="prompt: must"):
-            prompt(wrong)
+
+def test_completion_prompts() -> None:
+    def prompts(value: object) -> list[object]:
+        found = completion(prompt=value).prompts
+        return [prompt.text or list(prompt.tokens.token_ids) for prompt in found]
+
+    assert prompts("hi") == prompts(["hi"]) == ["hi"]
+    assert prompts([1, 2]) == prompts([[1, 2]]) == [[1, 2]]
+    assert prompts(["a", "b"]) == ["a", "b"]
+    assert prompts([[1], [2, 3]]) == [[1], [2, 3]]
+    for wrong in (None, "", [], [-1], [True], {"a": 1}, ["a", ""], ["a", 3], [[1], []]):
+        with pytest.raises(errors.InvalidRequestError, match=r"prompt(\[\d\])?: must"):
+            prompts(wrong)
+    asked = completion(prompt=["a", "b"], n=2)
+    assert [asked.prompt_of(choice).text for choice in range(4)] == ["a", "a", "b", "b"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "path", "text"),
+    [
+        ({"prompt": ["x"] * 129}, "prompt", "at most 128 prompts, got 129"),
+        ({"prompt": ["x"] * 65, "n": 2}, "prompt", "at most 128 answers in all"),
+        ({"suffix": "end"}, "suffix", "not supported"),
+        ({"best_of": 2}, "best_of", "not supported"),
+        ({"logprobs": 21}, "logprobs", "0 to 20"),
+        ({"logprobs": True}, "logprobs", "must be a whole number"),
+        ({"echo": True, "logprobs": 1}, "echo", "not with logprobs"),
+        ({"echo": True, "prompt": [1, 2]}, "echo", "only with prompts that are texts"),
+    ],
+)
+def test_wrong_completions(fields: dict[str, Any], path: str, text: str) -> None:
+    with pytest.raises(errors.InvalidRequestError) as caught:
+        completion(**fields)
+    assert caught.value.violations[0].field == path
+    assert text in caught.value.message
 
 
 def test_typed_prompts_are_checked_the_same() -> None:
