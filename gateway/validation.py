@@ -21,6 +21,8 @@ MAX_STOPS = 64
 MAX_STOP_TOKENS = 1024
 MAX_SPEECH_CHARS = 4096
 """Of one text to speak: OpenAI's own limit for ``input``."""
+MAX_IMAGE_SIDE = 16384
+"""Pixels; models have limits of their own, far below."""
 # Roles of ChatMessage, as in prompt.proto.
 ROLES = ("system", "user", "assistant", "developer", "tool")
 
@@ -34,6 +36,9 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     "guidance_scale": (0, math.inf, True),
     "max_tokens": (1, math.inf, True),
     "num_inference_steps": (1, math.inf, True),
+    "width": (1, MAX_IMAGE_SIDE, True),
+    "height": (1, MAX_IMAGE_SIDE, True),
+    "logprobs": (0, 20, True),
 }
 
 
