@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from gateway.graph import PipelineGraph
+from gateway.known_pipelines import KnownPipelines
 from omni.v1 import pipeline_pb2, types_pb2
 from omnicore.log import get_logger
 from omnicore.routing import lacking_connectors
@@ -98,7 +99,7 @@ class ReplicaTable:
     """The table. Used from one event loop."""
 
     def __init__(self) -> None:
-        self.pipelines: dict[str, PipelineGraph] = {}
+        self.pipelines = KnownPipelines()
         self.replicas: dict[ReplicaKey, ReplicaView] = {}
         self.revision = 0
         """Store revision up to which replicas are known."""
@@ -120,6 +121,7 @@ class ReplicaTable:
         graphs = {pipeline.name: PipelineGraph(pipeline) for pipeline in changed}
         gone = [name for name in self.pipelines if name not in graphs] if snapshot else list(removed)
         self.pipeline_revision = revision
+        self.pipelines.heard = True
         for name in gone:
             if self.pipelines.pop(name, None) is not None:
                 _log.info("pipeline gone", pipeline=name)

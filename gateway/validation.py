@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from gateway.graph import PipelineGraph
+from gateway.known_pipelines import KnownPipelines
 from omni.v1 import prompt_pb2, sampling_pb2
 from omnicore import errors
 
@@ -43,10 +44,17 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
 
 
 def find_pipeline(pipelines: Mapping[str, PipelineGraph], model: str) -> PipelineGraph:
-    """The pipeline that ``model`` names."""
+    """The pipeline that ``model`` names. Raises ``UnavailableError`` (NO_MODELS_YET) while no control plane has told
+    what there is: another gateway may know the model, and so will this one soon."""
     if not model:
         raise errors.InvalidRequestError.field("model", f"required; known models: {_listed(sorted(pipelines))}")
     graph = pipelines.get(model)
+    if graph is None and isinstance(pipelines, KnownPipelines) and not pipelines.heard:
+        raise errors.UnavailableError(
+            "this gateway has not heard from a control plane yet, and knows no model",
+            reason="NO_MODELS_YET",
+            retry_after_s=1.0,
+        )
     if graph is None:
         raise errors.NotFoundError(
             f"model: no model {model!r}; known models: {_listed(sorted(pipelines))}",

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
+from gateway import validation
 from gateway.graph import PipelineGraph
 from gateway.replica_table import ReplicaTable, ReplicaView
 from omni.v1 import types_pb2
+from omnicore import errors
 from tests.support.pipelines import speech_pipeline, text_pipeline
 
 READY = types_pb2.REPLICA_STATE_READY
@@ -158,3 +162,15 @@ def test_a_connector_that_its_stage_needs_decides_whether_it_is_routable() -> No
     assert not made.replicas[key].routable, "an edge names the one that is ill"
     apply(made, talker(True, True))
     assert made.replicas[key].routable
+
+
+def test_no_model_is_unknown_before_a_control_plane_has_told_of_any() -> None:
+    table = ReplicaTable()
+    with pytest.raises(errors.UnavailableError) as early:
+        validation.find_pipeline(table.pipelines, "text")
+    assert early.value.reason == "NO_MODELS_YET"
+    table.apply_pipelines([], [], snapshot=True, revision=1)
+    with pytest.raises(errors.NotFoundError):
+        validation.find_pipeline(table.pipelines, "text")
+    table.apply_pipelines([text_pipeline()], [], snapshot=False, revision=2)
+    assert validation.find_pipeline(table.pipelines, "text").name == "text"
