@@ -6,10 +6,15 @@ import dataclasses
 
 from gateway.access import cors
 from gateway.balancers import POLICIES
-from omnicore.config import host_port, host_ports, not_negative, option, positive
+from gateway.processes.siblings import Place
+from omnicore.config import host_port, host_ports, not_negative, option, positive, within
 from omnicore.process import ProcessConfig
 from omnicore.rpc import MAX_MESSAGE_BYTES
 from omnicore.security import SecurityConfig
+
+
+def _place(value: str) -> None:
+    Place.parse(value)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,6 +28,12 @@ class GatewayConfig(ProcessConfig, SecurityConfig):
     grpc: str = option("127.0.0.1:8001", help="gRPC address, host:port; port 0 takes any free one", check=host_port)
     http_tls_cert: str = option("", help="PEM file of the certificate that makes HTTP HTTPS; goes with --http-tls-key")
     http_tls_key: str = option("", help="PEM file of its private key")
+    workers: int = option(
+        1,
+        help="gateway processes on the same two ports; --max-inflight and --max-queued are for all of them together",
+        check=within(1, 256),
+    )
+    process: str = option("", help="which of several processes this is; set by --workers", check=_place)
     api_keys: str = option(
         "", help="file of API keys, one JSON object a line ('omnictl api-key' makes them); empty: no key is asked for"
     )

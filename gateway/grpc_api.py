@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
 from gateway import validation
-from gateway.access.calls import CALLER
+from gateway.access.control import CALLER
 from gateway.admission import Entry, effective_priority
 from gateway.orchestrator import Orchestrator
+from gateway.processes.siblings import Siblings
 from gateway.request import RequestSpec, RequestState, TimelineEntry
 from gateway.router import Router
 from gateway.routes import RouteTable
@@ -20,6 +23,7 @@ from omni.v1 import (
     stage_service_pb2,
 )
 from omnicore import errors, rpc
+from omnicore.api_keys import KeyRole
 from omnicore.durations import to_seconds
 
 SERVICE_NAMES = ("omni.v1.InferenceService", "omni.v1.RouterService")
@@ -29,12 +33,21 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     """What the OpenAI endpoints do, typed."""
 
     def __init__(
-        self, orchestrator: Orchestrator, router: Router, *, request_timeout_s: float, max_prompt_bytes: int
+        self,
+        orchestrator: Orchestrator,
+        router: Router,
+        *,
+        request_timeout_s: float,
+        max_prompt_bytes: int,
+        siblings: Siblings | None = None,
     ) -> None:
         self._orchestrator = orchestrator
         self._router = router
         self._request_timeout_s = request_timeout_s
         self._max_prompt_bytes = max_prompt_bytes
+        self._siblings = siblings or Siblings()
+        self._siblings.answer("abort", self._answer_abort)
+        self._siblings.answer("request", self._answer_request)
 
     async def Generate(  # noqa: N802 -- the proto's name
         self, request: inference_service_pb2.GenerateRequest, context: rpc.ServicerContext
@@ -56,11 +69,21 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     async def Abort(  # noqa: N802 -- the proto's name
         self, request: inference_service_pb2.InferenceServiceAbortRequest, context: rpc.ServicerContext
     ) -> inference_service_pb2.InferenceServiceAbortResponse:
-        """End a request of any client."""
+        """End a request, of any client for administrators, else of the same key."""
         if not request.request_id:
             raise errors.InvalidRequestError.field("request_id", "required")
-        found = self._orchestrator.abort(request.request_id, "asked to by InferenceService.Abort")
+        key = CALLER.get()
+        details = {"request_id": request.request_id, "key_id": "" if key.may(KeyRole.ADMIN) else key.id}
+        found = await self._answer_abort(details) or any((await self._siblings.ask("abort", **details)).values())
         return inference_service_pb2.InferenceServiceAbortResponse(found=found)
+
+    async def _answer_abort(self, details: Mapping[str, Any]) -> bool:
+        """``key_id``: only of this key; "": of any."""
+        state = self._orchestrator.running.get(details["request_id"])
+        if state is None or details["key_id"] not in ("", state.spec.entry.key.id):
+            return False
+        state.abort("asked to by InferenceService.Abort")
+        return True
 
     async def ListModels(  # noqa: N802 -- the proto's name
         self, request: inference_service_pb2.ListModelsRequest, context: rpc.ServicerContext
@@ -84,13 +107,28 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         self, request: inference_service_pb2.GetRequestRequest, context: rpc.ServicerContext
     ) -> inference_service_pb2.GetRequestResponse:
         """The timeline of a request."""
-        record = self._orchestrator.find(request.request_id)
-        if record is None:
+        found = self._find(request.request_id)
+        if found is None:
+            answers = await self._siblings.ask("request", request_id=request.request_id)
+            for answer in filter(None, answers.values()):
+                found = inference_service_pb2.GetRequestResponse.FromString(base64.b64decode(answer))
+        if found is None:
             raise errors.NotFoundError(
                 f"no request {request.request_id!r} runs here or ended lately",
                 reason="REQUEST_NOT_FOUND",
                 metadata={"request_id": request.request_id},
             )
+        return found
+
+    async def _answer_request(self, details: Mapping[str, Any]) -> str:
+        found = self._find(details["request_id"])
+        return base64.b64encode(found.SerializeToString()).decode() if found is not None else ""
+
+    def _find(self, request_id: str) -> inference_service_pb2.GetRequestResponse | None:
+        """A request of this process."""
+        record = self._orchestrator.find(request_id)
+        if record is None:
+            return None
         return inference_service_pb2.GetRequestResponse(
             request_id=record.request_id,
             status=record.status,
@@ -138,9 +176,11 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
 class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
     """Routing decisions for callers that send requests themselves."""
 
-    def __init__(self, router: Router, routes: RouteTable) -> None:
+    def __init__(self, router: Router, routes: RouteTable, siblings: Siblings | None = None) -> None:
         self._router = router
         self._routes = routes
+        self._siblings = siblings or Siblings()
+        self._siblings.answer("release", self._answer_release)
 
     async def Route(  # noqa: N802 -- the proto's name
         self, request: router_service_pb2.RouteRequest, context: rpc.ServicerContext
@@ -180,7 +220,13 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         if not request.request_id:
             raise errors.InvalidRequestError.field("request_id", "required")
         stage = (request.stage.pipeline, request.stage.stage_id) if request.HasField("stage") else None
-        return router_service_pb2.RouterServiceReleaseResponse(released=self._routes.release(request.request_id, stage))
+        details = {"request_id": request.request_id, "stage": stage}
+        released = await self._answer_release(details) + sum((await self._siblings.ask("release", **details)).values())
+        return router_service_pb2.RouterServiceReleaseResponse(released=released)
+
+    async def _answer_release(self, details: Mapping[str, Any]) -> int:
+        stage = (details["stage"][0], details["stage"][1]) if details["stage"] else None
+        return self._routes.release(details["request_id"], stage)
 
 
 def _response(

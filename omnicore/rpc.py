@@ -211,10 +211,12 @@ async def serve(
     """Start a server with the caller's servicers plus health, reflection and channelz.
 
     ``port`` 0 takes any free port; the result says which. ``service_names`` are full proto names, for health and
-    reflection. ``options`` come after ``SERVER_OPTIONS``. Raises ``UnavailableError`` if the address cannot be bound;
+    reflection. ``options`` go before ``SERVER_OPTIONS``. Raises ``UnavailableError`` if the address cannot be bound;
     it never picks another one.
     """
-    server = grpc.aio.server(options=(*SERVER_OPTIONS, *options), interceptors=(ErrorInterceptor(), *interceptors))
+    # Merged by name: of an option that is given twice, gRPC takes the first.
+    merged = tuple({**dict(SERVER_OPTIONS), **dict(options)}.items())
+    server = grpc.aio.server(options=merged, interceptors=(ErrorInterceptor(), *interceptors))
     add_servicers(server)
     health_servicer = health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

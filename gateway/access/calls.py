@@ -7,19 +7,15 @@ beside a certificate.
 
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 
-from gateway.access.control import ANYBODY, MEMBER, AccessControl, role_of_rpc
+from gateway.access.control import CALLER, MEMBER, AccessControl, role_of_rpc
 from omnicore import errors
 from omnicore.api_keys import ApiKey, KeyRole
 from omnicore.rpc import Interceptor, ServicerContext
-
-CALLER: contextvars.ContextVar[ApiKey] = contextvars.ContextVar("caller", default=ANYBODY)
-"""Whose key the call at hand came with: set for a servicer's method."""
 
 
 class KeyInterceptor(Interceptor):

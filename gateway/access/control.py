@@ -6,6 +6,7 @@ where nobody but this machine can be the caller (``trusted``).
 
 from __future__ import annotations
 
+import contextvars
 import time
 from collections.abc import Callable, Mapping
 
@@ -28,12 +29,15 @@ ANYBODY = ApiKey(id="", sha256="", priority=Priority.HIGH)
 """Who calls a gateway without keys: bound by no limits of its own."""
 MEMBER = ApiKey(id="", sha256="", roles=frozenset({KeyRole.ADMIN}), priority=Priority.HIGH)
 """Who has proved by its certificate that it belongs to the cluster; the table of ``omnicore.access`` is its bound."""
+CALLER: contextvars.ContextVar[ApiKey] = contextvars.ContextVar("caller", default=ANYBODY)
+"""Whose key the call at hand came with: set for the methods of servicers."""
 
 # Of RPCs that clients may make, those that only look.
 _READING = frozenset(
     {
         "omni.v1.InferenceService/ListModels",
         "omni.v1.InferenceService/GetRequest",
+        "omni.v1.InferenceService/ListRequests",
         "omni.v1.PipelineService/GetPipeline",
         "omni.v1.PipelineService/ListPipelines",
     }

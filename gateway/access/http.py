@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from gateway.access.control import AccessControl, role_of_rpc
+from gateway.access.control import CALLER, AccessControl, role_of_rpc
 from gateway.access.cors import Cors
 from gateway.http.exchange import Exchange
 from omnicore import errors
@@ -51,6 +51,7 @@ class HttpAccess:
         try:
             key = self.control.identify(exchange.header(b"authorization"), exchange.header(b"x-api-key"))
             exchange.caller, key_id = key, key.id
+            CALLER.set(key)
             self.control.check(key, role, what)
         except errors.OmniError as error:
             key_id = key_id or error.metadata.get("key_id", "")

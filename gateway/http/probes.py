@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from gateway.http.exchange import Exchange
 from gateway.http.service import HttpService
+from gateway.processes import together
 from gateway.validation import find_pipeline
 from omnicore.clock import SYSTEM_CLOCK
 
@@ -18,6 +20,8 @@ class Probes:
     def __init__(self, service: HttpService) -> None:
         self._service = service
         self._started_s = SYSTEM_CLOCK.monotonic()
+        service.siblings.answer("ready", self._answer_ready)
+        service.siblings.answer("metrics", self._answer_metrics)
 
     async def models(self, exchange: Exchange) -> None:
         """The pipelines that can serve now."""
@@ -42,12 +46,25 @@ class Probes:
         await exchange.json({"status": "ok", "degraded": degraded, "uptime_s": uptime_s})
 
     async def ready(self, exchange: Exchange) -> None:
-        """200 if requests for at least one pipeline can be served, 503 otherwise and while shutting down."""
+        """200 if requests for at least one pipeline can be served, 503 otherwise and while shutting down. Of several
+        processes: whether all that are there can."""
+        siblings = self._service.siblings
+        payload = self._readiness()
+        if not siblings.place.alone:
+            answers = {siblings.place.index: payload, **await siblings.ask("ready")}
+            payload = together.readiness(siblings.place.index, answers, siblings.place.count)
+        await exchange.json(payload, 200 if payload["ready"] else 503)
+
+    async def _answer_ready(self, _: Mapping[str, Any]) -> dict[str, Any]:
+        return self._readiness()
+
+    def _readiness(self) -> dict[str, Any]:
+        """This process."""
         router, orchestrator = self._service.router, self._service.orchestrator
         ready = router.ready_pipelines()
         draining = orchestrator.admission.draining
         complete = self._service.startup.missing() is None
-        payload = {
+        return {
             "ready": any(ready.values()) and complete and not draining,
             "draining": draining,
             "control_plane_connected": self._service.metrics.control_plane_connected,
@@ -64,12 +81,20 @@ class Probes:
                 for name, graph in sorted(router.table.pipelines.items())
             },
         }
-        await exchange.json(payload, 200 if payload["ready"] else 503)
 
     async def metrics(self, exchange: Exchange) -> None:
-        """Prometheus' text format."""
+        """Prometheus' text format. Of several processes: of all, each series with the label ``process``."""
+        siblings = self._service.siblings
+        text = self._service.metrics.scrape()
+        if not siblings.place.alone:
+            answers = await siblings.ask("metrics")
+            others = {index: str(answer).encode() for index, answer in answers.items()}
+            text = together.metrics({siblings.place.index: text, **others})
         headers = ((b"content-type", CONTENT_TYPE_LATEST.encode()),)
-        await exchange.respond(200, self._service.metrics.scrape(), headers)
+        await exchange.respond(200, text, headers)
+
+    async def _answer_metrics(self, _: Mapping[str, Any]) -> str:
+        return self._service.metrics.scrape().decode()
 
     def _model(self, name: str) -> dict[str, Any]:
         graph = self._service.pipelines[name]

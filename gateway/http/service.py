@@ -14,6 +14,7 @@ from gateway.graph import PipelineGraph
 from gateway.http.exchange import Exchange
 from gateway.metrics import GatewayMetrics
 from gateway.orchestrator import Orchestrator
+from gateway.processes.siblings import Siblings
 from gateway.request import RequestSpec, RequestState
 from gateway.router import Router
 from gateway.startup import StartupGate
@@ -42,6 +43,7 @@ class HttpService:
     limits: HttpLimits
     startup: StartupGate
     access: HttpAccess = dataclasses.field(default_factory=HttpAccess)
+    siblings: Siblings = dataclasses.field(default_factory=Siblings)
 
     @property
     def pipelines(self) -> Mapping[str, PipelineGraph]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 import orjson
 from google.protobuf.message import Message
 
-from gateway.access.calls import CALLER
+from gateway.access.control import CALLER
 from gateway.http.exchange import Exchange, http_status
 from gateway.http.paths import PathTable
 from gateway.rest import decode, encode, incoming

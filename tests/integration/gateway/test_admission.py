@@ -9,8 +9,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
+import grpc
 import pytest
 
+from gateway.admission import Admission
 from omni.v1 import inference_service_pb2, inference_service_pb2_grpc
 from omnicore import api_keys, rpc
 from omnicore.api_keys import ApiKey
@@ -48,6 +50,10 @@ async def narrow(tmp_path: Path) -> AsyncIterator[tuple[Stand, Gate]]:
         yield stand, gate
 
 
+async def _queued(admission: Admission, count: int) -> None:
+    await wait_until(lambda: admission.queued == count, what=f"{count} in the queue")
+
+
 def _body(text: str) -> dict[str, object]:
     return {"model": "text", "messages": [{"role": "user", "content": text}]}
 
@@ -70,7 +76,7 @@ async def test_urgent_requests_go_first_and_who_leaves_frees_its_place(narrow: t
     waiting = []
     for number, (text, priority) in enumerate((("low", "low"), ("gone", "high"), ("normal", "0"), ("high", "-1")), 1):
         waiting.append(send(text, priority))
-        await wait_until(lambda number=number: admission.queued == number, what=f"{number} in the queue")
+        await _queued(admission, number)
     # Over gRPC, with metadata, into the same queue.
     async with rpc.channel(stand.addresses["grpc"]) as channel:
         request = inference_service_pb2.GenerateRequest(model="text")
@@ -146,10 +152,10 @@ async def test_limits_of_a_key_are_429_with_the_time_to_wait(tmp_path: Path) -> 
             request = inference_service_pb2.GenerateRequest(model="text")
             request.prompt.text = "hello"
             stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
-            with pytest.raises(rpc.grpc.aio.AioRpcError) as refused:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
                 async for _ in stub.Generate(request, metadata=(("x-api-key", KEY),)):
                     pass
-            assert refused.value.code() is rpc.grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         async with stand.http.get("/metrics") as response:
             text = await response.text()
     assert 'omni_gateway_key_admitted_requests_total{key="alice"} 2.0' in text

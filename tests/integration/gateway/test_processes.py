@@ -1,0 +1,190 @@
+"""``--workers``: several processes on one port are one gateway, also while one of them is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import pytest
+
+from omni.v1 import inference_service_pb2, inference_service_pb2_grpc
+from omnicore import rpc
+from tests.integration.gateway.conftest import USER
+from tests.integration.gateway.scripted import Call, Cluster, cluster
+from tests.integration.gateway.scripts import tokens
+from tests.support.pipelines import text_pipeline
+from tests.support.processes import ServiceProcess, Services, wait_until
+from tests.support.processes import services as services  # a fixture
+
+PROCESSES = 2
+BODY = {"model": "text", "messages": USER}
+
+
+class _Gateway:
+    """The processes, and a client that connects anew for each request, so that the kernel picks a process each time."""
+
+    def __init__(self, parent: ServiceProcess) -> None:
+        self.parent = parent
+        self.url = f"http://{parent.ready['http']}"
+
+    async def get(self, path: str) -> tuple[int, str]:
+        """Status and body."""
+        async with aiohttp.ClientSession() as http, http.get(self.url + path) as response:
+            return response.status, await response.text()
+
+    async def chat(self) -> int:
+        """Status of one request."""
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(self.url + "/v1/chat/completions", json=BODY) as response,
+        ):
+            await response.read()
+            return response.status
+
+    async def all_ready(self) -> None:
+        """Wait until every process says that it is."""
+        async with asyncio.timeout(60), aiohttp.ClientSession() as http:
+            while True:
+                async with http.get(self.url + "/ready") as response:
+                    answer = await response.json()
+                if answer["ready"] and answer["processes"] == {str(i): True for i in range(PROCESSES)}:
+                    return
+                await asyncio.sleep(0.05)
+
+    async def served(self) -> Counter[str]:
+        """Requests that each process has finished, by whichever answers."""
+        _, text = await self.get("/metrics")
+        found = re.findall(
+            r'^omni_gateway_requests_total\{process="(\d)",.*outcome="finished".*\} (\S+)$', text, re.MULTILINE
+        )
+        return Counter({process: int(float(value)) for process, value in found})
+
+    def pids(self) -> dict[int, int]:
+        """Of the processes that run now, by index."""
+        pids: dict[int, int] = {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                command = (entry / "cmdline").read_bytes()
+            except (OSError, ValueError):
+                continue
+            if parent == self.parent.pid and (match := re.search(rb"--process=(\d+)/", command)):
+                pids[int(match[1])] = int(entry.name)
+        return pids
+
+
+@pytest.fixture
+async def scripted() -> AsyncIterator[tuple[Cluster, asyncio.Event]]:
+    """One pipeline and one worker; what is asked to hang does until the event."""
+    opened = asyncio.Event()
+
+    async def answer(call: Call) -> None:
+        if call.request.prompt.text == "hang":
+            await opened.wait()
+        await tokens(2)(call)
+
+    async with cluster(text_pipeline()) as running:
+        await running.add("text", 0, answer)
+        yield running, opened
+
+
+def _hanging(channel: grpc.aio.Channel, request_id: str) -> Any:
+    request = inference_service_pb2.GenerateRequest(model="text", request_id=request_id)
+    request.prompt.text = "hang"
+    return inference_service_pb2_grpc.InferenceServiceStub(channel).Generate(request)
+
+
+async def _draining(gateway: _Gateway) -> bool:
+    try:
+        return (await gateway.get("/ready"))[0] == 503
+    except aiohttp.ClientError:
+        return False  # a process that had nothing to wait for has just closed its port
+
+
+async def test_several_processes_are_one_gateway(scripted: tuple[Cluster, asyncio.Event], services: Services) -> None:
+    running, opened = scripted
+    parent = await services.start(
+        "gateway", "--workers", str(PROCESSES), "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0",
+        "--control-plane", running.control_plane.address,
+    )  # fmt: skip
+    gateway = _Gateway(parent)
+    await gateway.all_ready()
+    first = gateway.pids()
+    assert sorted(first) == list(range(PROCESSES))
+
+    # The kernel spreads connections; counters add up, whoever is asked.
+    sent = 0
+    async with asyncio.timeout(60):
+        while len(+(served := await gateway.served())) < PROCESSES or served.total() < sent:
+            if len(+served) < PROCESSES:
+                assert await gateway.chat() == 200
+                sent += 1
+    for _ in range(4):
+        assert (await gateway.served()).total() == sent
+
+    # A request is known, and ended, by its id from everywhere.
+    worker = running.workers[0]
+    async with rpc.channel(parent.ready["grpc"]) as channel:
+        call = _hanging(channel, "long")
+        await wait_until(lambda: len(worker.running) == 1, what="the call at its worker")
+        for _ in range(6):
+            async with rpc.channel(parent.ready["grpc"]) as other:
+                found = await inference_service_pb2_grpc.InferenceServiceStub(other).GetRequest(
+                    inference_service_pb2.GetRequestRequest(request_id="long")
+                )
+                assert found.status == "running"
+        async with rpc.channel(parent.ready["grpc"]) as other:
+            stub = inference_service_pb2_grpc.InferenceServiceStub(other)
+            for name, known in (("long", True), ("other", False)):
+                aborted = await stub.Abort(inference_service_pb2.InferenceServiceAbortRequest(request_id=name))
+                assert aborted.found == known
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            async for _ in call:
+                pass
+        assert ended.value.code() is grpc.StatusCode.CANCELLED
+        await wait_until(lambda: not worker.running, what="the abort at its worker")
+
+    # One is killed: once it is gone, every new connection is served by the others, and by its successor.
+    os.kill(first[0], signal.SIGKILL)
+    await wait_until(lambda: gateway.pids().get(0) != first[0], what="the end of a process")
+    for _ in range(20):
+        assert await gateway.chat() == 200
+    await gateway.all_ready()
+    assert gateway.pids()[0] != first[0]
+    assert gateway.pids()[1] == first[1]
+    async with asyncio.timeout(60):
+        while not (await gateway.served())["0"]:
+            assert await gateway.chat() == 200
+
+    # SIGTERM: what runs may end, at every process.
+    async with rpc.channel(parent.ready["grpc"]) as channel:
+        call = _hanging(channel, "last")
+        await wait_until(lambda: len(worker.running) == 1, what="the call at its worker")
+        parent.send(signal.SIGTERM)
+        async with asyncio.timeout(60):
+            while not await _draining(gateway):
+                await asyncio.sleep(0.02)
+        opened.set()
+        answers = [answer async for answer in call]
+        assert answers[-1].finish.reason == "stop"
+    assert await parent.wait_exit() == 0
+    assert gateway.pids() == {}
+
+
+async def test_a_port_that_is_taken_is_named(services: Services) -> None:
+    listener = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    async with listener:
+        port = listener.sockets[0].getsockname()[1]
+        refused = services.spawn(
+            "gateway", "--workers", "2", "--http", f"127.0.0.1:{port}", "--control-plane", "127.0.0.1:1"
+        )
+        assert await refused.wait_exit() == 6
+        assert f"--http: port {port} of 127.0.0.1 is in use" in refused.logs()

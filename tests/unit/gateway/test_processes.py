@@ -1,0 +1,117 @@
+"""Several processes as one: what is merged, and how they are started."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.config import GatewayConfig
+from gateway.processes import together
+from gateway.processes.siblings import Place, Siblings
+from gateway.processes.supervisor import flags, share
+from omnicore import config as configuration
+
+TEXT = b"""\
+# HELP a_total Some.
+# TYPE a_total counter
+a_total{x="1, {2}"} 3.0
+a_total{x="y"} 4.0
+# HELP b Other.
+# TYPE b gauge
+b 5.0
+"""
+
+
+def test_metrics_of_processes_are_told_apart_and_read_as_one() -> None:
+    text = together.metrics({0: TEXT, 1: TEXT.replace(b"3.0", b"30.0"), 2: b"# HELP c C.\n# TYPE c gauge\nc 1.0\n"})
+    families = {family.name: family for family in text_string_to_metric_families(text.decode())}
+    assert list(families) == ["a", "b", "c"]
+    assert families["a"].type == "counter"
+    values = {(s.labels["process"], s.labels["x"]): s.value for s in families["a"].samples}
+    assert values == {("0", "1, {2}"): 3, ("0", "y"): 4, ("1", "1, {2}"): 30, ("1", "y"): 4}
+    assert [(s.labels, s.value) for s in families["b"].samples] == [({"process": "0"}, 5), ({"process": "1"}, 5)]
+    assert text.count(b"# TYPE a_total") == 1
+
+
+def _row(*, ready: bool = True, revision: int = 5, **replicas: int) -> dict[str, Any]:
+    return {
+        "ready": ready, "draining": False, "control_plane_connected": True, "stale": False, "revision": revision,
+        "inflight_requests": 2, "pipelines": {"text": {"ready": ready, "routable_replicas": replicas}},
+    }  # fmt: skip
+
+
+def test_ready_is_what_all_that_are_there_say() -> None:
+    both = together.readiness(1, {0: _row(s0=2, revision=4), 1: _row(s0=3)}, 2)
+    assert both["ready"]
+    assert (both["revision"], both["inflight_requests"]) == (4, 4)
+    assert both["pipelines"]["text"] == {"ready": True, "routable_replicas": {"s0": 2}}
+    assert both["processes"] == {"0": True, "1": True}
+    one_not = together.readiness(0, {0: _row(s0=2), 1: _row(ready=False, s0=0)}, 2)
+    assert not one_not["ready"]
+    assert one_not["pipelines"]["text"] == {"ready": False, "routable_replicas": {"s0": 0}}
+    crashed = together.readiness(0, {0: _row(s0=2)}, 2)
+    assert crashed["ready"]
+    assert crashed["processes"] == {"0": True, "1": None}
+    unheard = together.readiness(0, {0: _row(s0=2), 1: {**_row(), "pipelines": {}}}, 2)
+    assert unheard["pipelines"]["text"] == {"ready": False, "routable_replicas": {"s0": 0}}
+
+
+async def test_siblings_answer_each_other_and_who_is_gone_is_left_out(tmp_path: Path) -> None:
+    processes = [Siblings(Place(str(tmp_path), index, 4), answer_s=30.0) for index in range(4)]
+    for process in processes[:3]:
+        await process.start()
+    hang = asyncio.Event()
+
+    async def answer(details: Any) -> Any:
+        return [details["n"], None]
+
+    async def never(_: Any) -> Any:
+        await hang.wait()
+
+    async def late(_: Any) -> Any:
+        await asyncio.sleep(0)
+        return "at last"
+
+    processes[1].answer("thing", answer)
+    processes[2].answer("thing", late)
+    assert await processes[0].ask("thing", n=7) == {1: [7, None], 2: "at last"}, "3 is not there"
+    hasty = Siblings(Place(str(tmp_path), 3, 4), answer_s=0.3)
+    processes[2].answer("hang", never)
+    assert await hasty.ask("hang") == {}
+    assert await processes[0].ask("unknown") == {}
+    for process in processes:
+        await process.close()
+    assert await processes[0].ask("thing", n=7) == {}
+    assert await Siblings().ask("thing") == {}
+
+
+def test_a_child_gets_all_of_the_configuration() -> None:
+    words = (
+        "--control-plane", "127.0.0.1:1,127.0.0.1:2", "--http", "[::1]:0", "--api-keys", "a b", "--max-queued", "0",
+        "--wait-for-planned-replicas", "--cors-origin", "https://a.example", "--ready-file", "x", "--workers", "3",
+    )  # fmt: skip
+
+    def parse(argv: tuple[str, ...], **environ: str) -> GatewayConfig:
+        return configuration.parse(GatewayConfig, argv, program="p", component="gateway", environ=environ)
+
+    config = parse(words)
+    environ = {"OMNI_GATEWAY_WORKERS": "3", "OMNI_GATEWAY_API_KEYS": "other", "OMNI_GATEWAY_INSECURE": "true"}
+    child = parse(flags(config, workers=1, process="0/3:/run/x", max_inflight=7), **environ)
+    assert child.ready_file == ""
+    assert (child.workers, child.process, child.max_inflight, child.insecure) == (1, "0/3:/run/x", 7, False)
+    same = ("control_plane", "http", "api_keys", "max_queued", "wait_for_planned_replicas", "cors_origin")
+    assert [getattr(child, name) for name in same] == [getattr(config, name) for name in same]
+    assert [share(10, 4), share(0, 4), share(1, 4)] == [3, 0, 1]
+
+
+@pytest.mark.parametrize("text", ["x", "0/0:/d", "2/2:/d", "a/2:/d", "0/2"])
+def test_wrong_places(text: str) -> None:
+    with pytest.raises(ValueError, match="INDEX/COUNT"):
+        Place.parse(text)
+    place = Place("/d:e", 1, 2)
+    assert Place.parse(str(place)) == place
+    assert Place.parse("").alone
