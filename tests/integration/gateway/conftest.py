@@ -85,12 +85,11 @@ StandFactory = Callable[..., contextlib.AbstractAsyncContextManager[Stand]]
 async def running_stand(*pipelines: pipeline_pb2.Pipeline, **config: Any) -> AsyncIterator[Stand]:
     """A gateway that knows ``pipelines``; ``config`` overrides its configuration."""
     async with cluster(*(pipelines or (text_pipeline(), speech_pipeline()))) as scripted:
-        settings = {"route_wait_s": 1.0, "drain_timeout_s": 5.0, **config}
-        gateway = Gateway(
-            GatewayConfig(
-                control_plane=(scripted.control_plane.address,), http="127.0.0.1:0", grpc="127.0.0.1:0", **settings
-            )
-        )
+        settings: dict[str, Any] = {
+            "control_plane": (scripted.control_plane.address,), "http": "127.0.0.1:0", "grpc": "127.0.0.1:0",
+            "route_wait_s": 1.0, "drain_timeout_s": 5.0,
+        }  # fmt: skip
+        gateway = Gateway(GatewayConfig(**settings | config))
         try:
             addresses = await gateway.start()
             async with aiohttp.ClientSession(f"http://{addresses['http']}") as http:

@@ -215,6 +215,11 @@ class ScriptedControlPlane(
             server, self._server = self._server, None
             await server.server.stop(None)
 
+    @property
+    def watchers(self) -> int:
+        """Open WatchReplicas streams."""
+        return len(self._watchers)
+
     def put(self, replica: types_pb2.Replica) -> None:
         """Register or change a replica."""
         ref = replica.ref
