@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import gc
 import os
+import signal
 import socket
 from collections.abc import Sequence
 
@@ -24,6 +27,8 @@ from gateway.http.service import HttpLimits, HttpService
 from gateway.http.tls import https_context
 from gateway.metrics import GatewayMetrics
 from gateway.orchestrator import Orchestrator
+from gateway.processes.siblings import Place, Siblings
+from gateway.processes.supervisor import serve_together
 from gateway.replica_table import ReplicaTable
 from gateway.rest.api import RestApi, RestLimits
 from gateway.rest.backends import ControlPlaneBackend, LocalBackend
@@ -46,6 +51,9 @@ _CALL_OVERHEAD_BYTES = 64 * 1024
 # A hundred times Python's own first threshold: a collection per some thousands of requests, a few ms each.
 _GC_THRESHOLDS = (70_000, 10, 10)
 
+# A gateway among several listens without it after so long: what it is asked for may come from elsewhere meanwhile.
+_FIRST_SNAPSHOT_S = 10.0
+
 
 class Gateway:
     """All parts of one gateway, wired: ``start``, then ``drain`` and ``close``."""
@@ -60,6 +68,7 @@ class Gateway:
         self._https = https_context(config.http_tls_cert, config.http_tls_key)
         if self._https is None and not is_loopback(config.http):
             _log.warning("HTTP without TLS beyond loopback: what clients send can be read on the way", http=config.http)
+        self.siblings = Siblings(Place.parse(config.process))
         self.gateway_id = f"{socket.gethostname()}-{os.getpid()}"
         self.table = ReplicaTable()
         self.router = Router(
@@ -90,8 +99,9 @@ class Gateway:
             self.router,
             request_timeout_s=config.request_timeout_s,
             max_prompt_bytes=self._max_prompt_bytes,
+            siblings=self.siblings,
         )
-        self._routing = RouterServicer(self.router, self.routes)
+        self._routing = RouterServicer(self.router, self.routes, self.siblings)
         self._rest: RestApi | None = None
         self._http: HttpServer | None = None
         self._grpc: rpc.RunningServer | None = None
@@ -110,11 +120,16 @@ class Gateway:
             Cors(self.config.cors_origin) if self.config.cors_origin else None,
             metrics_need_key=self.config.metrics_need_key,
         )
-        app = GatewayApp(HttpService(self.orchestrator, self.router, self.metrics, limits, startup, access))
+        service = HttpService(self.orchestrator, self.router, self.metrics, limits, startup, access, self.siblings)
+        app = GatewayApp(service)
         self._rest = self._rest_api(access)
         self._rest.add_to(app.paths)
         http_host, http_port = configuration.split_host_port(self.config.http)
-        self._http = HttpServer(app, http_host, http_port, tls=self._https)
+        if shared := not self.siblings.place.alone:
+            # The kernel sends us connections from the moment that we listen: first know what there is.
+            await self._heard_of_the_cluster()
+            await self.siblings.start()
+        self._http = HttpServer(app, http_host, http_port, tls=self._https, reuse_port=shared)
         grpc_host, grpc_port = configuration.split_host_port(self.config.grpc)
         self._grpc = await rpc.serve(
             self._add_servicers,
@@ -123,8 +138,10 @@ class Gateway:
             port=grpc_port,
             credentials=self._security.server_credentials(),
             interceptors=self._interceptors(),
+            options=(("grpc.so_reuseport", int(shared)),),
         )
-        self.watch.start()
+        if not shared:
+            self.watch.start()
         await self._http.start()
         await self._grpc.set_serving(True)
         return {
@@ -147,9 +164,18 @@ class Gateway:
             await self._http.close()
         if self._grpc is not None:
             await self._grpc.stop(grace_s=1.0)
+        await self.siblings.close()
         await self.orchestrator.close()
         await self.watch.close()
         await self.router.close()
+
+    async def _heard_of_the_cluster(self) -> None:
+        """Follow the control plane, and wait a bounded time for what it says."""
+        self.watch.start()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FIRST_SNAPSHOT_S):
+                while not self.watch.connected:  # noqa: ASYNC110 -- once, at the start
+                    await asyncio.sleep(0.02)
 
     def _interceptors(self) -> tuple[rpc.Interceptor, ...]:
         domain = self.config.tls_domain if self._security.encrypted else ""
@@ -178,6 +204,8 @@ async def serve(config: GatewayConfig) -> int:
     shutdown = Shutdown()
     shutdown.install()
     gateway = Gateway(config)
+    if gateway.access.wants_keys:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.access.reload)
     try:
         addresses = await gateway.start()
         # What exists now lives as long as the process: no collection needs to look at it again, and requests make
@@ -199,4 +227,4 @@ def main(argv: Sequence[str]) -> int:
     """``omniplane gateway``."""
     config = configuration.parse(GatewayConfig, argv, program="omniplane gateway", component="gateway")
     config.begin("gateway")
-    return run(serve(config))
+    return run(serve_together(config) if config.workers > 1 else serve(config))
