@@ -228,6 +228,12 @@ class ReplicaSession:
             # Expiry frees it in the end; nobody waits for this.
             _log.warning("abort failed", request_id=request_id, **self._who(), reason=error.details())
 
+    def stub(self) -> stage_service_pb2_grpc.StageServiceAsyncStub:
+        """For RPCs beside the stream. Raises ``UnavailableError`` while the session is down."""
+        if self._channel is None or not self.connected:
+            raise self._lost(self._broken or "not connected")
+        return stage_service_pb2_grpc.StageServiceStub(self._channel)
+
     # -- watching --
 
     def _watch(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from gateway.http.endpoints import openai_endpoints
+from gateway.http.endpoints import as_in_body, openai_endpoints
 from gateway.http.exchange import Exchange
 from gateway.http.paths import Match, PathTable
 from gateway.http.probes import Probes
@@ -27,7 +27,7 @@ class GatewayApp:
         self.paths: PathTable[Handler] = PathTable()
         """What is served; more may be added before the first request."""
         add = self.paths.add
-        for method, template, handler, role in openai_endpoints(service, probes):
+        for method, template, handler, role in openai_endpoints(service):
             add(method, template, guard(handler, role))
         add("GET", "/health", probes.health)
         add("GET", "/ready", probes.ready)
@@ -50,7 +50,7 @@ class GatewayApp:
             if typed is not error:
                 _log.exception("request failed", path=exchange.path)
             if not exchange.started:
-                await exchange.error(typed)
+                await exchange.error(as_in_body(typed) if exchange.path.startswith("/v1/") else typed)
             elif typed is error:
                 # The response stays incomplete, so the connection breaks: there is no other sign.
                 _log.warning("response broke off", path=exchange.path, reason=typed.message)

@@ -11,6 +11,7 @@ from gateway.http.image_schema import ImageRequest, parse_edit, parse_generation
 from gateway.http.multipart import read_form
 from gateway.http.pictures import Picture, pictures
 from gateway.http.service import HttpService
+from gateway.http.speech import token_usage
 from gateway.request import RequestState, Usage
 from omni.v1 import prompt_pb2
 from omnicore import errors
@@ -59,9 +60,7 @@ def _response(request_id: str, created: int, made: list[Picture], usage: Usage) 
         "data": [{"b64_json": picture.base64} for picture in made],
         "output_format": made[0].mime_type.removeprefix("image/"),
         "usage": {
-            "input_tokens": usage.prompt_tokens,
-            "output_tokens": usage.completion_tokens,
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            **token_usage(usage),
             "input_tokens_details": {"text_tokens": usage.prompt_tokens, "image_tokens": 0},
         },
     }

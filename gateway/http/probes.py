@@ -1,4 +1,4 @@
-"""GET /v1/models, /health, /ready, /metrics."""
+"""GET /health, /ready, /metrics."""
 
 from __future__ import annotations
 
@@ -10,29 +10,17 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from gateway.http.exchange import Exchange
 from gateway.http.service import HttpService
 from gateway.processes import together
-from gateway.validation import find_pipeline
 from omnicore.clock import SYSTEM_CLOCK
 
 
 class Probes:
-    """What tells about the gateway, its models and its metrics."""
+    """What tells about the gateway and its metrics."""
 
     def __init__(self, service: HttpService) -> None:
         self._service = service
         self._started_s = SYSTEM_CLOCK.monotonic()
         service.siblings.answer("ready", self._answer_ready)
         service.siblings.answer("metrics", self._answer_metrics)
-
-    async def models(self, exchange: Exchange) -> None:
-        """The pipelines that can serve now."""
-        ready = self._service.router.ready_pipelines()
-        await exchange.json({"object": "list", "data": [self._model(name) for name in sorted(ready) if ready[name]]})
-
-    async def model(self, exchange: Exchange) -> None:
-        """One pipeline, also while it cannot serve; ``ready`` tells."""
-        name = exchange.path_params["model"]
-        find_pipeline(self._service.pipelines, name)
-        await exchange.json(self._model(name))
 
     async def health(self, exchange: Exchange) -> None:
         """The process works. Replicas that are missing do not make it ill: restarting it would not bring them. Only
@@ -95,15 +83,3 @@ class Probes:
 
     async def _answer_metrics(self, _: Mapping[str, Any]) -> str:
         return self._service.metrics.scrape().decode()
-
-    def _model(self, name: str) -> dict[str, Any]:
-        graph = self._service.pipelines[name]
-        return {
-            "id": name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "omniplane",
-            "tasks": graph.tasks,
-            "modalities": graph.modalities(),
-            "ready": self._service.router.ready_pipelines()[name],
-        }

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import orjson
+
 from gateway.http import audio
 from gateway.http.exchange import Exchange
 from gateway.http.pacing import Pacer
 from gateway.http.service import HttpService
 from gateway.http.speech_schema import parse_speech
-from gateway.request import RequestState
-from omni.v1 import output_pb2
+from gateway.http.sse import stream_events
+from gateway.request import RequestState, Usage
+from omni.v1 import output_pb2, stage_service_pb2
 from omnicore import errors
 from omnicore.log import get_logger
 
@@ -29,8 +34,11 @@ class SpeechEndpoint:
         del body  # one that waits for admission, or runs for long, holds its prompt once
         state = await self._service.begin(
             exchange, "speech-" + exchange.id, asked.graph, "speech", ("audio",), asked.prompt, asked.sampling,
-            asked.speech, asked.session_id,
+            asked.speech, asked.session_id, asked.priority, asked.timeout_s,
         )  # fmt: skip
+        if asked.stream_format == "sse":
+            await stream_events(exchange, state, SpeechEvents(asked.response_format), limits.keepalive_s)
+            return
         try:
             with Pacer(state, limits.keepalive_s) as pacer:
                 await self._stream(exchange, state, pacer, asked.response_format)
@@ -58,6 +66,44 @@ class SpeechEndpoint:
             if done:
                 return
             pacer.sends += 1
+
+
+class SpeechEvents:
+    """``speech.audio.delta`` events, then ``speech.audio.done`` with the usage."""
+
+    def __init__(self, response_format: str) -> None:
+        self._wav = response_format == "wav"
+        self._begun = False
+
+    def begin(self) -> bytes:
+        """Nothing."""
+        return b""
+
+    def chunks(self, events: Sequence[stage_service_pb2.StageEvent]) -> bytes:
+        """The audio of these events, in one; the first begins with the WAV header."""
+        data = b"".join(event.media for event in events)
+        if not data:
+            return b""
+        if not self._begun:
+            self._begun = True
+            info = audio.pcm_info(events)
+            if self._wav:
+                data = audio.wav_header(info, None) + data
+        return b'data: {"type":"speech.audio.delta","audio":"%b"}\n\n' % audio.base64(data)
+
+    def end(self, state: RequestState) -> bytes:
+        """The end."""
+        usage = orjson.dumps(token_usage(state.usage))
+        return b'data: {"type":"speech.audio.done","usage":%b}\n\n' % usage
+
+
+def token_usage(usage: Usage) -> dict[str, int]:
+    """Usage as OpenAI's newer endpoints name it."""
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "output_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
 
 
 def _headers(info: output_pb2.MediaInfo, response_format: str, request_id: str) -> tuple[tuple[bytes, bytes], ...]:

@@ -7,13 +7,17 @@ from collections.abc import Mapping
 
 from gateway import validation
 from gateway.graph import PipelineGraph
+from gateway.http.chat_schema import read_timeout
 from gateway.http.fields import Fields
 from omni.v1 import prompt_pb2, sampling_pb2
 from omnicore import errors
 
 RESPONSE_FORMATS = ("wav", "pcm")
+STREAM_FORMATS = ("audio", "sse")
+MAX_INSTRUCTION_CHARS = 4096
 _KNOWN = frozenset((
     "model", "input", "voice", "speed", "seed", "response_format", "stream_format", "instructions", "session_id",
+    "timeout", "priority",
 ))  # fmt: skip
 
 
@@ -26,7 +30,11 @@ class SpeechRequest:
     sampling: sampling_pb2.SamplingParams
     speech: prompt_pb2.SpeechOptions
     response_format: str
+    stream_format: str
     session_id: str
+    timeout_s: float
+    """0: the gateway's limit."""
+    priority: int | None
 
 
 def parse_speech(body: object, pipelines: Mapping[str, PipelineGraph], prompt_limit_bytes: int) -> SpeechRequest:
@@ -42,7 +50,14 @@ def parse_speech(body: object, pipelines: Mapping[str, PipelineGraph], prompt_li
     prompt = prompt_pb2.Prompt(text=text)
     validation.check_text_to_speak(prompt, "input")
     validation.check_prompt(prompt, prompt_limit_bytes, "input")
-    speech = prompt_pb2.SpeechOptions(voice=fields.string("voice", "") or "")
+    voice = fields.raw("voice")
+    if isinstance(voice, dict):  # OpenAI's newer shape: {"id": …}
+        voice = Fields(voice, "voice").string("id", required=True)
+    elif voice is not None:
+        voice = fields.string("voice")
+    speech = prompt_pb2.SpeechOptions(voice=voice or "", instructions=fields.string("instructions", "") or "")
+    if len(speech.instructions) > MAX_INSTRUCTION_CHARS:
+        raise errors.InvalidRequestError.field("instructions", f"must be at most {MAX_INSTRUCTION_CHARS} characters")
     if (speed := fields.number("speed")) is not None:
         validation.check_range("speed", speed, 0.25, 4.0)
         speech.speed = speed
@@ -50,9 +65,11 @@ def parse_speech(body: object, pipelines: Mapping[str, PipelineGraph], prompt_li
     if (seed := fields.integer("seed")) is not None:
         sampling.seed = seed
     response_format = fields.choice("response_format", RESPONSE_FORMATS, RESPONSE_FORMATS[0])
-    fields.choice("stream_format", ("audio",), "audio")
-    fields.refuse({"instructions": ("",)}, "not supported by this server; leave it out")
+    stream_format = fields.choice("stream_format", STREAM_FORMATS, STREAM_FORMATS[0])
     session_id = fields.string("session_id", "") or ""
     validation.check_id("session_id", session_id)
+    timeout_s, priority = read_timeout(fields), fields.integer("priority")
     fields.finish(_KNOWN)
-    return SpeechRequest(graph, prompt, sampling, speech, response_format, session_id)
+    return SpeechRequest(
+        graph, prompt, sampling, speech, response_format, stream_format, session_id, timeout_s, priority
+    )

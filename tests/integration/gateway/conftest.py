@@ -92,6 +92,8 @@ async def running_stand(*pipelines: pipeline_pb2.Pipeline, **config: Any) -> Asy
         gateway = Gateway(GatewayConfig(**settings | config))
         try:
             addresses = await gateway.start()
+            known = set(scripted.control_plane.pipelines)
+            await wait_until(lambda: set(gateway.table.pipelines) == known, what="the gateway knows its pipelines")
             async with aiohttp.ClientSession(f"http://{addresses['http']}") as http:
                 yield Stand(scripted, gateway, http, addresses)
         finally:

@@ -292,8 +292,9 @@ def test_speech() -> None:
         ({"input": 5}, "input", "must be a string"),
         ({"response_format": "mp3"}, "response_format", "must be one of: wav, pcm; got 'mp3'"),
         ({"speed": 5}, "speed", "at least 0.25 and at most 4"),
-        ({"stream_format": "sse"}, "stream_format", "must be one of: audio"),
-        ({"instructions": "whisper"}, "instructions", "not supported"),
+        ({"stream_format": "ndjson"}, "stream_format", "must be one of: audio, sse"),
+        ({"instructions": "x" * 4097}, "instructions", "at most 4096"),
+        ({"voice": {"name": "a"}}, "voice.id", "required"),
         ({"model": "text"}, "model", "does not offer 'speech'; it offers: chat"),
     ],
 )
