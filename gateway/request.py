@@ -1,7 +1,8 @@
 """One request: what was asked, and where it stands. One object, one owner task, one consumer.
 
 The owner (``Orchestrator``) moves it along; the consumer (an HTTP or gRPC handler) takes its output with ``next`` or
-``collect``. Session readers push events into it by plain calls; the consumer is woken once for all that arrived.
+``collect``, or is called when there is some (``attach``). Session readers push events into it by plain calls; the
+consumer is woken or called once for all that arrived.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from typing import NamedTuple, Protocol
 
 from gateway.admission import Entry
+from gateway.flushing import Flusher, flusher_of
 from gateway.graph import PipelineGraph, RoutePlan
 from omni.v1 import prompt_pb2, sampling_pb2, stage_service_pb2, types_pb2
 from omnicore import errors
@@ -79,6 +81,14 @@ class Stoppable(Protocol):
         ...
 
 
+class Consumer(Protocol):
+    """Who takes a request's output as it comes."""
+
+    def on_output(self) -> None:
+        """There is output, or the request has ended: ``take`` it now, or call ``nudge`` later. Must not block."""
+        ...
+
+
 class RequestState:
     """A running or finished request."""
 
@@ -106,6 +116,11 @@ class RequestState:
         self._loop = asyncio.get_running_loop()
         self._wake: asyncio.Future[None] | None = None
         self._wake_on_output = False
+        self._consumer: Consumer | None = None
+        self._flusher: Flusher | None = None
+        self._queued = False  # at the flusher
+        self.flushed_s = 0.0
+        """When an attached consumer was called last; monotonic."""
 
     @property
     def request_id(self) -> str:
@@ -216,11 +231,46 @@ class RequestState:
         outputs, self._outputs, self._buffered_bytes = self._outputs, [], 0
         return outputs
 
+    def attach(self, consumer: Consumer) -> None:
+        """From now on ``consumer`` is called when output has come, and at the end. Not with ``next`` or ``collect``."""
+        self._consumer, self._flusher = consumer, flusher_of(self._loop)
+        self._wake_on_output = True
+        if self._outputs or self.ended:
+            self._wake_consumer()
+
+    def take(self) -> list[stage_service_pb2.StageEvent]:
+        """All output since the last time, maybe none: what an attached consumer calls."""
+        if not self._outputs:
+            return []
+        self.delivered = True
+        outputs, self._outputs, self._buffered_bytes = self._outputs, [], 0
+        return outputs
+
+    def flush(self) -> None:
+        """Call the attached consumer now; one that fails ends the request."""
+        self._queued, self._wake_on_output = False, True
+        if self._consumer is not None:
+            try:
+                self._consumer.on_output()
+            except Exception as error:
+                self.detach()
+                self.end("failed", errors.from_exception(error))
+                raise
+
+    def detach(self) -> None:
+        """Nobody is called any more."""
+        self._consumer = None
+
     def nudge(self) -> None:
-        """Let ``next`` return now, with nothing if there is nothing."""
+        """Let ``next`` return now, with nothing if there is nothing; an attached consumer is called."""
         self._wake_consumer()
 
     def _wake_consumer(self) -> None:
-        if self._wake is not None and not self._wake.done():
+        if self._flusher is not None:
+            self._wake_on_output = False
+            if not self._queued and self._consumer is not None:
+                self._queued = True
+                self._flusher.add(self)
+        elif self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
             self._wake_on_output = False  # one wake-up for all that comes before the consumer runs

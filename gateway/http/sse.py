@@ -7,13 +7,13 @@ a stream that is silent for long gets a comment, so that nothing on the way take
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
 import orjson
 
 from gateway.http.exchange import Exchange, error_body
-from gateway.http.pacing import Pacer
 from gateway.request import RequestState
 from omni.v1 import stage_service_pb2
 from omnicore import errors
@@ -48,32 +48,85 @@ class ChunkEncoder(Protocol):
 
 async def stream_events(exchange: Exchange, state: RequestState, encoder: ChunkEncoder, keepalive_s: float) -> None:
     """Write the whole stream. Raises the request's error if nothing has been sent yet."""
-    begun = False
+    stream = _Stream(exchange, state, encoder, keepalive_s)
     try:
-        with Pacer(state, keepalive_s, on_silence=state.nudge) as pacer:
-            while True:
-                events = await state.next()
-                data = encoder.chunks(events) if events else b""
-                if done := state.status == "finished":
-                    data += encoder.end(state) + _DONE
-                elif not events:
-                    data = _COMMENT
-                if not begun and data is not _COMMENT:
-                    begun = True
-                    data = encoder.begin() + data
-                pacer.sends += 1
-                if not exchange.started:
-                    await exchange.start(200, _HEADERS)
-                await exchange.body(data, more=not done)
-                if done:
-                    return
-                pacer.sends += 1
-    except Exception as error:
-        if not exchange.started:
-            raise
-        if not isinstance(error, errors.OmniError):
-            _log.exception("stream failed", request_id=state.request_id)
-        data = b"data: " + orjson.dumps(error_body(errors.from_exception(error))) + b"\n\n" + _DONE
-        await exchange.body(data, more=False)
+        await stream.done
     finally:
+        stream.stop()
         state.abort("its response has ended")
+
+
+class _Stream:
+    """A consumer that writes: called with output, it encodes and sends in the same call.
+
+    While the client is behind with reading, output stays with the request, whose bound is that of a slow client; a
+    client that takes nothing at all loses its connection, and with it the request.
+    """
+
+    __slots__ = ("_begun", "_encoder", "_exchange", "_keepalive_s", "_loop", "_state", "_timer", "_written", "done")
+
+    def __init__(self, exchange: Exchange, state: RequestState, encoder: ChunkEncoder, keepalive_s: float) -> None:
+        self._exchange = exchange
+        self._state = state
+        self._encoder = encoder
+        self._keepalive_s = keepalive_s
+        self._loop = asyncio.get_running_loop()
+        self._begun = False
+        self._written = False  # since the last look
+        self.done: asyncio.Future[None] = self._loop.create_future()
+        """The response is complete, or the request failed before there was one."""
+        self._timer = self._loop.call_later(keepalive_s, self._look)
+        exchange.on_writable = self.on_output
+        state.attach(self)
+
+    def stop(self) -> None:
+        """Write nothing more."""
+        self._timer.cancel()
+        self._exchange.on_writable = None
+        self._state.detach()
+
+    def on_output(self) -> None:
+        """Send what there is."""
+        exchange, state = self._exchange, self._state
+        if self.done.done() or (exchange.congested and not state.ended):
+            return
+        events = state.take()
+        if not events and not state.ended:
+            return
+        try:
+            data = self._encoder.chunks(events) if events else b""
+            if finished := state.status == "finished":
+                data += self._encoder.end(state) + _DONE
+            if events or finished:
+                if not self._begun:
+                    self._begun = True
+                    data = self._encoder.begin() + data
+                self._send(data, more=not finished)
+            if finished:
+                self.done.set_result(None)
+            elif state.error is not None:
+                raise state.error
+        except Exception as error:  # noqa: BLE001 -- it costs this response only, whose client hears of it
+            self._fail(error)
+
+    def _send(self, data: bytes, *, more: bool) -> None:
+        self._written = True
+        if not self._exchange.started:
+            self._exchange.begin(200, _HEADERS)
+        self._exchange.send(data, more=more)
+
+    def _fail(self, error: Exception) -> None:
+        if not self._exchange.started:
+            self.done.set_exception(error)
+            return
+        if not isinstance(error, errors.OmniError):
+            _log.exception("stream failed", request_id=self._state.request_id)
+        data = b"data: " + orjson.dumps(error_body(errors.from_exception(error))) + b"\n\n" + _DONE
+        self._exchange.send(data, more=False)
+        self.done.set_result(None)
+
+    def _look(self) -> None:
+        self._timer = self._loop.call_later(self._keepalive_s, self._look)
+        if not self._written and not self._exchange.congested and not self.done.done():
+            self._send(_COMMENT, more=True)
+        self._written = False

@@ -1,0 +1,90 @@
+"""Hands output to consumers by plain calls: once per turn of the event loop for all that came in it.
+
+A frame from a worker carries an engine step, and with it a token of every running request. Waking a task per token
+would cost more than everything else that is done for it; a call costs next to nothing. Requests whose output comes
+faster than ``GAP_S`` get it a few tokens at a time, since every call ends in a write, the dearest step of all; output
+that follows a pause, and the end, never wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import weakref
+from typing import Protocol
+
+from omnicore.log import get_logger
+
+_log = get_logger(__name__)
+
+GAP_S = 0.004
+"""Between two calls for one request that is not at its end: tokens that come at 250 a second or more share a write."""
+
+
+class Flushable(Protocol):
+    """Who has something for a consumer."""
+
+    flushed_s: float
+    """When the consumer was called last, monotonic."""
+
+    @property
+    def ended(self) -> bool:
+        """Nothing further will come."""
+        ...
+
+    def flush(self) -> None:
+        """Call the consumer."""
+        ...
+
+
+class Flusher:
+    """The calls that are due in one event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._ready: list[Flushable] = []
+        self._early: list[Flushable] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, item: Flushable) -> None:
+        """Flush ``item`` at the end of this turn, or when its gap is over. Add it once until then."""
+        self._ready.append(item)
+        if len(self._ready) == 1:
+            self._loop.call_soon(self._run)
+
+    def _run(self) -> None:
+        ready, self._ready = self._ready, []
+        now_s = time.monotonic()
+        for item in ready:
+            if now_s - item.flushed_s < GAP_S and not item.ended:
+                self._early.append(item)
+            else:
+                _flush(item, now_s)
+        if self._early and self._timer is None:
+            self._timer = self._loop.call_later(GAP_S, self._run_early)
+
+    def _run_early(self) -> None:
+        self._timer = None
+        early, self._early = self._early, []
+        now_s = time.monotonic()
+        for item in early:
+            _flush(item, now_s)
+
+
+def _flush(item: Flushable, now_s: float) -> None:
+    item.flushed_s = now_s
+    try:
+        item.flush()
+    except Exception:  # noqa: BLE001 -- one consumer's fault must not keep output from the others
+        _log.exception("consumer failed")
+
+
+_flushers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Flusher] = weakref.WeakKeyDictionary()
+
+
+def flusher_of(loop: asyncio.AbstractEventLoop) -> Flusher:
+    """The one of ``loop``."""
+    flusher = _flushers.get(loop)
+    if flusher is None:
+        flusher = _flushers[loop] = Flusher(loop)
+    return flusher
