@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from omni.v1 import pipeline_pb2
+from omni.v1 import pipeline_pb2, types_pb2
 from omnicore.routing import AUTO, auto_choices, needed_connectors
 
 
@@ -65,6 +65,11 @@ class PipelineGraph:
         self._needed_connectors: dict[int, frozenset[str]] = {}
 
     @property
+    def strict_sessions(self) -> bool:
+        """A session whose replica is gone is refused, unless its request says otherwise."""
+        return self.pipeline.session_policy == types_pb2.SESSION_POLICY_STRICT
+
+    @property
     def tasks(self) -> list[str]:
         """What can be asked of it: "chat", "speech", …"""
         return sorted(self.entrypoints)
@@ -111,6 +116,16 @@ class PipelineGraph:
             pipeline = self.pipeline
             known = self._needed_connectors[stage_id] = needed_connectors(pipeline.edges, pipeline.connectors, stage_id)
         return known
+
+    def edge(self, from_stage: int, to_stage: int) -> pipeline_pb2.Edge | None:
+        """The edge between two stages, if there is one."""
+        return next((e for e in self.pipeline.edges if (e.from_stage, e.to_stage) == (from_stage, to_stage)), None)
+
+    def connector_of(self, edge: pipeline_pb2.Edge) -> tuple[str, frozenset[str]]:
+        """Its connector's kind, and what "auto" may take of it; see ``RoutePlan``."""
+        kinds = {connector.name: connector.kind for connector in self.pipeline.connectors}
+        kind = kinds.get(edge.connector, edge.connector) or AUTO
+        return kind, auto_choices(self.pipeline.connectors).get(edge.connector, frozenset())
 
     def _step(self, stage_id: int, entry: int, needed: set[int], emitters: set[int]) -> StageStep:
         edges = [e for e in self.pipeline.edges if e.from_stage in needed and e.to_stage in needed]

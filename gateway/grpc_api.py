@@ -13,6 +13,7 @@ from gateway.admission import Entry, effective_priority
 from gateway.orchestrator import Orchestrator
 from gateway.processes.siblings import Siblings
 from gateway.request import RequestSpec, RequestState, TimelineEntry
+from gateway.request_list import list_requests
 from gateway.router import Router
 from gateway.routes import RouteTable
 from omni.v1 import (
@@ -21,6 +22,7 @@ from omni.v1 import (
     router_service_pb2,
     router_service_pb2_grpc,
     stage_service_pb2,
+    types_pb2,
 )
 from omnicore import errors, rpc
 from omnicore.api_keys import KeyRole
@@ -103,6 +105,12 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
             ]
         )
 
+    async def ListRequests(  # noqa: N802 -- the proto's name
+        self, request: inference_service_pb2.ListRequestsRequest, context: rpc.ServicerContext
+    ) -> inference_service_pb2.ListRequestsResponse:
+        """The requests of this gateway process."""
+        return list_requests(self._orchestrator.records(), request)
+
     async def GetRequest(  # noqa: N802 -- the proto's name
         self, request: inference_service_pb2.GetRequestRequest, context: rpc.ServicerContext
     ) -> inference_service_pb2.GetRequestResponse:
@@ -166,6 +174,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
             speech=request.speech,
             timeout_s=timeout_s,
             session_id=request.session_id,
+            strict_session=strict_session(request.session_policy),
             trace_parent=trace_parent if isinstance(trace_parent, str) else "",
             # Two gateways may be given the same client id at the same time; workers must tell them apart.
             wire_id=f"{request.request_id}.{fresh[:12]}" if request.request_id else "",
@@ -197,12 +206,20 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             max_wait_s = to_seconds(request.max_wait)
             if max_wait_s < 0:
                 raise errors.InvalidRequestError.field("max_wait", "must be 0 or more")
+        stage = (request.stage.pipeline, request.stage.stage_id)
         held, bound = await self._routes.route(
             request.request_id,
-            (request.stage.pipeline, request.stage.stage_id),
+            stage,
             affinity_from=request.affinity_from,
             session_id=request.session_id,
+            strict_session=strict_session(request.session_policy),
             exclude=frozenset(request.exclude),
+            hint=self._router.hint(
+                stage,
+                request.prompt if request.HasField("prompt") else None,
+                request.session_id,
+                lambda: self._router.sources(stage, request.inputs),
+            ),
             max_wait_s=max_wait_s,
         )
         record = held.slot.view.record
@@ -229,6 +246,11 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         return self._routes.release(details["request_id"], stage)
 
 
+def strict_session(policy: types_pb2.SessionPolicy.ValueType) -> bool | None:
+    """As the request says it; None: as the pipeline does."""
+    return None if policy == types_pb2.SESSION_POLICY_UNSPECIFIED else policy == types_pb2.SESSION_POLICY_STRICT
+
+
 def _response(
     state: RequestState, events: Sequence[stage_service_pb2.StageEvent], done: bool
 ) -> inference_service_pb2.GenerateResponse:
@@ -250,6 +272,7 @@ def _response(
 
 
 def _timeline_event(entry: TimelineEntry) -> inference_service_pb2.TimelineEvent:
-    event = inference_service_pb2.TimelineEvent(event=entry.event, detail=entry.detail, replica=entry.ref)
+    detail = f"{entry.role}: {entry.detail}" if entry.role else entry.detail
+    event = inference_service_pb2.TimelineEvent(event=entry.event, detail=detail, replica=entry.ref)
     event.time.FromNanoseconds(int(entry.time_s * 1e9))
     return event

@@ -100,6 +100,10 @@ class Orchestrator:
         state = self.running.get(request_id)
         return state.record() if state is not None else self._kept.get(request_id)
 
+    def records(self) -> list[RequestRecord]:
+        """Those that run, and those that ended not long ago."""
+        return [*self._kept.values(), *(state.record() for state in self.running.values())]
+
     def abort(self, request_id: str, reason: str) -> bool:
         """End a running request; False if none has this id."""
         state = self.running.get(request_id)

@@ -36,6 +36,8 @@ class RequestSpec:
     speech: prompt_pb2.SpeechOptions
     timeout_s: float
     session_id: str = ""
+    strict_session: bool | None = None
+    """A session whose replica is gone is refused; None: as the pipeline says."""
     trace_parent: str = ""
     wire_id: str = ""
     """As workers know it: unique among all gateways. Empty: ``request_id`` is."""
@@ -63,6 +65,8 @@ class TimelineEntry(NamedTuple):
     event: str
     ref: types_pb2.ReplicaRef | None = None
     detail: str = ""
+    role: str = ""
+    """Of a companion; empty: of the request itself."""
 
 
 class RequestRecord(NamedTuple):
@@ -71,6 +75,10 @@ class RequestRecord(NamedTuple):
     request_id: str
     status: str
     timeline: tuple[TimelineEntry, ...]
+    model: str = ""
+    """Pipeline."""
+    companions: tuple[str, ...] = ()
+    """Roles of its companions."""
 
 
 class Stoppable(Protocol):
@@ -109,6 +117,8 @@ class RequestState:
         self.first_output_s: float | None = None
         """Monotonic."""
         self.timeline: list[TimelineEntry] = []
+        self.companions: tuple[str, ...] = ()
+        """Roles of the companions that run beside it."""
         self.stoppable: Stoppable | None = None
         self._buffer_limit_bytes = buffer_limit_bytes
         self._outputs: list[stage_service_pb2.StageEvent] = []
@@ -134,11 +144,11 @@ class RequestState:
 
     def record(self) -> RequestRecord:
         """Status and timeline as they are now."""
-        return RequestRecord(self.request_id, self.status, tuple(self.timeline))
+        return RequestRecord(self.request_id, self.status, tuple(self.timeline), self.spec.graph.name, self.companions)
 
-    def note(self, event: str, ref: types_pb2.ReplicaRef | None = None, detail: str = "") -> None:
+    def note(self, event: str, ref: types_pb2.ReplicaRef | None = None, detail: str = "", role: str = "") -> None:
         """Add to the timeline."""
-        self.timeline.append(TimelineEntry(time.time(), event, ref, detail))
+        self.timeline.append(TimelineEntry(time.time(), event, ref, detail, role))
 
     # -- producers: session readers and the owner --
 

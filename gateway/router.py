@@ -7,17 +7,20 @@ Facts flow in both directions: the table's changes enter the pools and open or r
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import grpc.aio
 
-from gateway.balancers import POLICIES, create_balancer
+from gateway.balancers import NO_HINT, POLICIES, Hint, PrefixAffinityBalancer, TopologyAwareBalancer, create_balancer
 from gateway.graph import PipelineGraph
+from gateway.prefix import prefix_key
 from gateway.replica_session import ReplicaSession
 from gateway.replica_table import Claim, ReplicaTable, ReplicaView, StageKey, replica_key
-from gateway.stage_pool import Assignment, StagePool
-from omni.v1 import types_pb2
+from gateway.stage_pool import Assignment, ReplicaSlot, StagePool
+from gateway.topology import Distances
+from omni.v1 import prompt_pb2, types_pb2
 from omnicore import errors, rpc
 from omnicore.clock import SYSTEM_CLOCK, Clock
 from omnicore.log import get_logger
@@ -26,6 +29,16 @@ _log = get_logger(__name__)
 
 LOST_SILENCE_S = 10.0
 """A replica whose claim ended while it was suspect has its calls taken away once it has sent nothing for so long."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """A replica that a stage's input comes from, and the connector of that edge."""
+
+    slot: ReplicaSlot
+    connector: str
+    """Its kind; "auto" for the best one of ``among``, or of all."""
+    among: frozenset[str] = frozenset()
 
 
 class Router:
@@ -56,6 +69,7 @@ class Router:
         self._rng = rng or random.Random()
         self._clock = clock
         self._connect = connect
+        self._distances = Distances()
         self._retiring: set[asyncio.Task[None]] = set()
         self._closed = False
         table.add_listener(self)
@@ -67,10 +81,13 @@ class Router:
         *,
         affinity_from: str = "",
         session_id: str = "",
+        strict_session: bool | None = None,
         exclude: Collection[Claim] = (),
+        hint: Hint = NO_HINT,
         max_wait_s: float | None = None,
     ) -> Assignment:
-        """Assign a replica of a stage; see ``StagePool.pick``. Raises ``NotFoundError`` for an unknown stage."""
+        """Assign a replica of a stage; see ``StagePool.pick``. ``strict_session`` None: as the pipeline says. Raises
+        ``NotFoundError`` for an unknown stage."""
         pool = self.pools.get(key)
         if pool is None:
             raise errors.NotFoundError(
@@ -78,13 +95,55 @@ class Router:
                 reason="STAGE_NOT_FOUND",
                 metadata={"pipeline": key[0], "stage": key[1]},
             )
-        return await pool.pick(
+        if strict_session is None:
+            graph = self.table.pipelines.get(key[0])
+            strict_session = graph is not None and graph.strict_sessions
+        assignment = await pool.pick(
             request_id,
             affinity_from=affinity_from,
             session_id=session_id,
+            strict_session=strict_session,
             exclude=exclude,
+            hint=hint,
             max_wait_s=self._max_wait_s if max_wait_s is None else max_wait_s,
         )
+        self._log_route(pool, assignment)
+        return assignment
+
+    def hint(
+        self,
+        key: StageKey,
+        prompt: prompt_pb2.Prompt | None,
+        session_id: str = "",
+        inputs: Callable[[], Sequence[Source]] | None = None,
+    ) -> Hint:
+        """What the policy of a stage wants to know of a request: of most policies nothing, and nothing is computed.
+
+        ``inputs``: where the stage's input comes from.
+        """
+        pool = self.pools.get(key)
+        policy = pool.policy if pool is not None else ""
+        if policy == PrefixAffinityBalancer.name and (prompt is not None or session_id):
+            found = prefix_key(prompt or prompt_pb2.Prompt(), session_id)
+            return Hint(key=lambda: found)
+        if policy == TopologyAwareBalancer.name and inputs is not None and (sources := inputs()):
+            between = self._distances.between
+            return Hint(distance=lambda slot: sum(between(s.slot, slot, s.connector, s.among) for s in sources))
+        return NO_HINT
+
+    def sources(self, key: StageKey, refs: Iterable[types_pb2.ReplicaRef]) -> list[Source]:
+        """Replicas as sources of a stage's input. Those that are not known, or of no stage before it, are left out."""
+        graph = self.table.pipelines.get(key[0])
+        if graph is None:
+            return []
+        found = []
+        for ref in refs:
+            pool = self.pools.get((ref.stage.pipeline, ref.stage.stage_id))
+            slot = pool.slots.get(replica_key(ref)) if pool is not None else None
+            edge = graph.edge(ref.stage.stage_id, key[1])
+            if slot is not None and edge is not None:
+                found.append(Source(slot, *graph.connector_of(edge)))
+        return found
 
     def is_routable(self, claim: Claim) -> bool:
         """This very instance may take requests now."""
@@ -210,9 +269,10 @@ class Router:
         return view
 
     def _follow_policy(self, pool: StagePool) -> None:
-        """What an operator set for the stage, or else our own policy."""
+        """What an operator set for the stage, else what its deploy file says, else our own policy."""
         graph = self.table.pipelines[pool.key[0]]
-        wanted = graph.stages[pool.key[1]].balancing_policy or self._policy
+        stage = graph.stages[pool.key[1]]
+        wanted = stage.balancing_policy or stage.planned_balancing_policy or self._policy
         if wanted not in POLICIES:
             # From a control plane that knows more than we do.
             _log.warning("unknown balancing policy", stage=f"{pool.key[0]}/{pool.key[1]}", policy=wanted)
@@ -221,8 +281,26 @@ class Router:
             _log.info("balancing policy", stage=f"{pool.key[0]}/{pool.key[1]}", policy=wanted, before=pool.policy)
             pool.use(create_balancer(wanted, self._rng))
 
+    @staticmethod
+    def _log_route(pool: StagePool, assignment: Assignment) -> None:
+        if not _log.wants_debug:
+            return
+        slot = assignment.slot
+        _log.debug(
+            "route",
+            request_id=assignment.request_id,
+            stage=f"{pool.key[0]}/{pool.key[1]}",
+            replica=slot.key[2],
+            epoch=slot.claim[3],
+            policy=pool.policy,
+            reason=assignment.reason,
+            candidates=pool.routable,
+            load=slot.load,
+        )
+
     def _pool(self, key: StageKey) -> StagePool:
         if (pool := self.pools.get(key)) is None:
-            pool = self.pools[key] = StagePool(key, create_balancer(self._policy, self._rng), clock=self._clock)
+            balancer = create_balancer(self._policy, self._rng)
+            pool = self.pools[key] = StagePool(key, balancer, clock=self._clock, distances=self._distances)
             self.sessions_broken.setdefault(key, 0)
         return pool

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from gateway.balancers import NO_HINT, Hint
 from gateway.replica_table import Claim, StageKey
 from gateway.router import Router
 from gateway.stage_pool import Assignment
@@ -34,7 +35,9 @@ class RouteTable:
         *,
         affinity_from: str = "",
         session_id: str = "",
+        strict_session: bool | None = None,
         exclude: frozenset[int] = frozenset(),
+        hint: Hint = NO_HINT,
         max_wait_s: float | None = None,
     ) -> tuple[Assignment, bool]:
         """The assignment of a request at a stage, and whether it was held before.
@@ -49,7 +52,9 @@ class RouteTable:
             _binding_id(request_id),
             affinity_from=_binding_id(affinity_from) if affinity_from else "",
             session_id=session_id,
+            strict_session=strict_session,
             exclude=self._claims(stage, exclude),
+            hint=hint,
             max_wait_s=max_wait_s,
         )
         now = self._held.get(place)

@@ -4,6 +4,9 @@ Order of resolution: the request's own binding, the replica of the request named
 the session, then the balancing policy. A SUSPECT replica is taken only when no better one is left. When none is
 routable a pick waits, so that requests live through a rolling update, but not for ever.
 
+A session whose replica is gone moves, and the reason says so ("session-moved"). A strict one is refused from then on,
+until it is forgotten, so that what only that replica knew is never silently missing.
+
 Guarantees: every assignment counts as one in-flight request of its replica from the pick to its release, exactly
 once; a binding never outlives its assignment. Membership is not decided here.
 """
@@ -12,12 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 from collections import OrderedDict
 from collections.abc import Collection
 
-from gateway.balancers import Balancer
+from gateway.balancers import NO_HINT, Balancer, Hint
 from gateway.replica_session import ReplicaSession
 from gateway.replica_table import Claim, ReplicaKey, ReplicaView, StageKey
+from gateway.topology import Distances
 from omni.v1 import types_pb2
 from omnicore import errors
 from omnicore.clock import SYSTEM_CLOCK, Clock
@@ -26,6 +31,9 @@ from omnicore.clock import SYSTEM_CLOCK, Clock
 SESSION_TTL_S = 1800.0
 # Memory bound: the sessions used longest ago are forgotten first.
 MAX_SESSIONS = 100_000
+
+MAX_QUEUE_LENGTH = 2**31 - 1
+"""Longest queue that is believed."""
 
 
 class ReplicaSlot:
@@ -41,9 +49,11 @@ class ReplicaSlot:
         "calls",
         "claim",
         "hears_session",
+        "identity",
         "inflight",
         "load",
         "order",
+        "profile",
         "session",
         "view",
     )
@@ -53,6 +63,10 @@ class ReplicaSlot:
         self.session: ReplicaSession | None = None
         self.claim = view.claim
         self.order = view.epoch  # the store's create_revision: ascending in order of registration
+        place = "/".join(map(str, view.key)).encode()
+        self.identity = int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "big")
+        self.profile = -1
+        """What distances from and to it depend on (``Distances``)."""
         self.inflight = 0
         self.calls = 0
         """Requests ever assigned."""
@@ -69,7 +83,8 @@ class ReplicaSlot:
 
     def report(self, load: types_pb2.LoadReport) -> None:
         """Take in what the replica says of itself."""
-        self._reported = load.queue_length
+        # -1 of a careless sender reads as the largest number: it knows nothing, and neither do we.
+        self._reported = load.queue_length if load.queue_length <= MAX_QUEUE_LENGTH else 0
         self._inflight_at_report = self.inflight
         self._recompute()
 
@@ -115,15 +130,25 @@ class Assignment:
 
 @dataclasses.dataclass(slots=True)
 class _SessionBinding:
-    key: ReplicaKey
+    claim: Claim
     used_s: float
 
 
 class StagePool:
     """The replicas of one stage of one pipeline."""
 
-    def __init__(self, key: StageKey, balancer: Balancer, *, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self,
+        key: StageKey,
+        balancer: Balancer,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        distances: Distances | None = None,
+        max_sessions: int = MAX_SESSIONS,
+    ) -> None:
         self.key = key
+        self._distances = distances or Distances()
+        self._max_sessions = max_sessions
         self.slots: dict[ReplicaKey, ReplicaSlot] = {}
         self._balancer = balancer
         self._clock = clock
@@ -165,6 +190,7 @@ class StagePool:
         if slot is None:
             slot = self.slots[view.key] = ReplicaSlot(view)
         slot.view = view
+        slot.profile = self._distances.profile(view.record)
         self._rebuild()
         return slot
 
@@ -174,12 +200,11 @@ class StagePool:
             self._rebuild()
 
     def invalidate(self, key: ReplicaKey) -> list[str]:
-        """Forget that requests and sessions belong to this replica; returns the affected request ids."""
+        """Forget that requests belong to this replica; returns their ids. Its sessions know their owner by its epoch,
+        and find it gone when they come back."""
         affected = [request_id for request_id, held in self._bindings.items() if held.slot.key == key]
         for request_id in affected:
             del self._bindings[request_id]
-        for session_id in [s for s, bound in self._sessions.items() if bound.key == key]:
-            del self._sessions[session_id]
         return affected
 
     def _rebuild(self) -> None:
@@ -199,15 +224,28 @@ class StagePool:
         *,
         affinity_from: str = "",
         session_id: str = "",
+        strict_session: bool = False,
         exclude: Collection[Claim] = (),
+        hint: Hint = NO_HINT,
         max_wait_s: float = 10.0,
     ) -> Assignment:
         """Assign a replica, waiting up to ``max_wait_s`` seconds for a routable one.
 
-        Raises ``UnavailableError`` when none became routable in time.
+        ``strict_session``: the owner of the session, or nobody. Raises ``UnavailableError`` when none became routable
+        in time, and ``FailedPreconditionError`` (SESSION_LOST) when the owner that it must be is gone.
         """
-        found = self.try_pick(request_id, affinity_from=affinity_from, session_id=session_id, exclude=exclude)
-        if found is not None:
+
+        def attempt() -> Assignment | None:
+            return self.try_pick(
+                request_id,
+                affinity_from=affinity_from,
+                session_id=session_id,
+                strict_session=strict_session,
+                exclude=exclude,
+                hint=hint,
+            )
+
+        if (found := attempt()) is not None:
             return found
         loop = asyncio.get_running_loop()
         deadline = loop.time() + max_wait_s
@@ -218,18 +256,9 @@ class StagePool:
                 await asyncio.wait((waiter,), timeout=left_s)
             finally:
                 self._waiters.discard(waiter)
-            found = self.try_pick(request_id, affinity_from=affinity_from, session_id=session_id, exclude=exclude)
-            if found is not None:
+            if (found := attempt()) is not None:
                 return found
-        pipeline, stage_id = self.key
-        tried = f", {len(exclude)} tried" if exclude else ""
-        raise errors.UnavailableError(
-            f"no routable replica for stage {stage_id} of {pipeline} within {max_wait_s:g} s"
-            f" ({len(self.slots)} registered{tried})",
-            reason="NO_REPLICA",
-            metadata={"pipeline": pipeline, "stage": stage_id, "registered": len(self.slots)},
-            retry_after_s=1.0,
-        )
+        raise self._nobody(session_id if strict_session else "", len(exclude), max_wait_s)
 
     def try_pick(
         self,
@@ -237,7 +266,9 @@ class StagePool:
         *,
         affinity_from: str = "",
         session_id: str = "",
+        strict_session: bool = False,
         exclude: Collection[Claim] = (),
+        hint: Hint = NO_HINT,
     ) -> Assignment | None:
         """As ``pick``, without waiting: None if no replica is routable. A request that is bound already gets the
         assignment it holds."""
@@ -245,7 +276,7 @@ class StagePool:
             if self._usable(held.slot, exclude):
                 return held
             del self._bindings[request_id]
-        slot, reason = self._resolve(affinity_from, session_id, exclude)
+        slot, reason = self._resolve(affinity_from, session_id, strict_session, exclude, hint)
         if slot is None:
             return None
         if session_id:
@@ -256,21 +287,66 @@ class StagePool:
         return assignment
 
     def _resolve(
-        self, affinity_from: str, session_id: str, exclude: Collection[Claim]
+        self, affinity_from: str, session_id: str, strict: bool, exclude: Collection[Claim], hint: Hint
     ) -> tuple[ReplicaSlot | None, str]:
         parent = self._bindings.get(affinity_from) if affinity_from else None
         if parent is not None and self._usable(parent.slot, exclude):
             return parent.slot, "affinity"
-        if session_id and (bound := self._sessions.get(session_id)) is not None:
-            slot = self.slots.get(bound.key)
-            fresh = self._clock.monotonic() - bound.used_s < SESSION_TTL_S
-            if fresh and slot is not None and self._usable(slot, exclude):
+        moved = False
+        if session_id and (bound := self._session(session_id)) is not None:
+            slot = self.slots.get(bound.claim[:3])
+            if slot is not None and slot.claim != bound.claim:
+                slot = None
+            if strict:
+                if slot is None or slot.claim in exclude:
+                    raise self._lost(session_id, bound.claim)
+                return (slot, "session") if slot.view.routable else (None, "")
+            if slot is not None and self._usable(slot, exclude):
                 return slot, "session"
+            moved = True
         for tier in (self._healthy, self._suspect):
             candidates = [slot for slot in tier if slot.claim not in exclude] if exclude else tier
             if candidates:
-                return self._balancer.pick(candidates), self._balancer.name
+                chosen = self._balancer.pick(candidates, hint)
+                return chosen, "session-moved" if moved else self._balancer.name
         return None, ""
+
+    def _session(self, session_id: str) -> _SessionBinding | None:
+        """Whom the session belongs to, if it is not forgotten."""
+        bound = self._sessions.get(session_id)
+        if bound is None or self._clock.monotonic() - bound.used_s < SESSION_TTL_S:
+            return bound
+        del self._sessions[session_id]
+        return None
+
+    def _lost(self, session_id: str, owner: Claim) -> errors.FailedPreconditionError:
+        pipeline, stage_id, replica_id, epoch = owner
+        name = f"{pipeline}/{stage_id}/{replica_id}"
+        return errors.FailedPreconditionError(
+            f"session {session_id!r} is lost with its replica {name} (epoch {epoch}); begin a new session",
+            reason="SESSION_LOST",
+            metadata={"session_id": session_id, "replica": name, "epoch": epoch, "pipeline": pipeline},
+        )
+
+    def _nobody(self, session_id: str, tried: int, waited_s: float) -> errors.UnavailableError:
+        pipeline, stage_id = self.key
+        metadata: dict[str, object] = {"pipeline": pipeline, "stage": stage_id, "registered": len(self.slots)}
+        if session_id and (bound := self._session(session_id)) is not None:
+            name = f"{pipeline}/{stage_id}/{bound.claim[2]}"
+            return errors.UnavailableError(
+                f"replica {name}, which has session {session_id!r}, took no requests for {waited_s:g} s",
+                reason="SESSION_OWNER_UNAVAILABLE",
+                metadata={**metadata, "session_id": session_id, "replica": name},
+                retry_after_s=1.0,
+            )
+        excluded = f", {tried} tried" if tried else ""
+        return errors.UnavailableError(
+            f"no routable replica for stage {stage_id} of {pipeline} within {waited_s:g} s"
+            f" ({len(self.slots)} registered{excluded})",
+            reason="NO_REPLICA",
+            metadata=metadata,
+            retry_after_s=1.0,
+        )
 
     def _usable(self, slot: ReplicaSlot, exclude: Collection[Claim]) -> bool:
         """A binding holds while its replica is the same instance, routable, and not known to be in trouble."""
@@ -279,9 +355,9 @@ class StagePool:
         return slot.view.routable and not (slot.view.suspect and self._healthy)
 
     def _bind_session(self, session_id: str, slot: ReplicaSlot) -> None:
-        self._sessions[session_id] = _SessionBinding(slot.key, self._clock.monotonic())
+        self._sessions[session_id] = _SessionBinding(slot.claim, self._clock.monotonic())
         self._sessions.move_to_end(session_id)
-        if len(self._sessions) > MAX_SESSIONS:
+        if len(self._sessions) > self._max_sessions:
             self._sessions.popitem(last=False)
 
     def _release(self, assignment: Assignment) -> None:

@@ -52,6 +52,11 @@ class Logger:
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)
 
+    @property
+    def wants_debug(self) -> bool:
+        """Whether ``debug`` does anything: for where computing its fields costs something."""
+        return self._logger.isEnabledFor(logging.DEBUG)
+
     def debug(self, event: str, **fields: object) -> None:
         """Detail, per request or per step."""
         self._logger.debug(event, extra={"fields": fields})

@@ -23,7 +23,7 @@ def add(commands: Commands) -> None:
             "omnictl policy unset speech/1",
         ),
         notes=(
-            f"Policies: {_KNOWN}. A change holds from a gateway's next choice on and outlives restarts; where none is\n"
+            f"Policies: {_KNOWN}.\nA change holds from a gateway's next choice on and outlives restarts; where none is\n"
             "set, each gateway uses the one of its flag --balancing-policy."
         ),
     )
@@ -42,11 +42,11 @@ def add(commands: Commands) -> None:
         _set,
         description="Set the policy of stages.",
         examples=("omnictl policy set speech/talker round-robin", "omnictl policy set speech least-queue-length"),
-        notes=f"Policies: {_KNOWN}. PIPELINE alone sets every stage of it.",
+        notes=f"Policies: {_KNOWN}.\nPIPELINE alone sets every stage of it.",
     )
     change.add_argument("name", metavar="STAGE", help="PIPELINE/STAGE, or PIPELINE for every stage")
     change.completes["name"] = "stage"
-    change.add_argument("policy", metavar="POLICY", choices=BALANCING_POLICIES, help=_KNOWN)
+    change.add_argument("policy", metavar="POLICY", choices=BALANCING_POLICIES, help="see below")
     add_output_flag(change, ACTION_FORMATS)
     reset = group.add(
         "unset",

@@ -1,9 +1,10 @@
-"""``omnictl request get|abort``: where one request is or was, and its end."""
+"""``omnictl request list|get|abort``: requests, where one is or was, and its end."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -22,12 +23,25 @@ def add(commands: Commands) -> None:
     group = commands.group(
         "request",
         description="Follow one request through the cluster, or end it.",
-        examples=("omnictl request get chatcmpl-8d48c15f6f5f1d28", "omnictl request abort chatcmpl-8d48c15f6f5f1d28"),
+        examples=(
+            "omnictl request list",
+            "omnictl request get chatcmpl-8d48c15f6f5f1d28",
+            "omnictl request abort chatcmpl-8d48c15f6f5f1d28",
+        ),
         notes=(
             "The id is that of the answer, or what a gRPC client passed. Every gateway that --gateway\n"
             "names is asked: only the one that has or had the request knows of it."
         ),
     )
+    listed = group.add(
+        "list",
+        _list,
+        description="Show the requests that run at the gateways, companions under theirs.",
+        examples=("omnictl request list", "omnictl request list --model speech --all -o json"),
+    )
+    listed.add_argument("--model", metavar="PIPELINE", default="", help="only those of this pipeline")
+    listed.add_argument("--all", action="store_true", help="also those that ended lately")
+    add_output_flag(listed, ("table", "json", "yaml"))
     get = group.add(
         "get",
         _get,
@@ -50,6 +64,39 @@ def add(commands: Commands) -> None:
     abort.add_argument("ids", metavar="ID", nargs="+", help="of a request")
     abort.completes["ids"] = "="
     add_output_flag(abort, ACTION_FORMATS)
+
+
+async def _list(args: argparse.Namespace) -> int:
+    settings = settings_of(args)
+    found: list[tuple[str, pb.RequestSummary]] = []
+    for address in settings.require_gateway():
+        async with connect.gateway(dataclasses.replace(settings, gateway=(address,))) as gateway:
+            request = pb.ListRequestsRequest(model=args.model, include_ended=args.all, page_size=1000)
+            while True:
+                page: pb.ListRequestsResponse = await gateway.call(gateway.inference.ListRequests, request)
+                found += [(address, row) for row in page.requests]
+                if not page.next_page_token:
+                    break
+                request.page_token = page.next_page_token
+    if args.output in ("json", "yaml"):
+        listed = [{"gateway": address, **output.to_dict(row)} for address, row in found]
+        output.print_structured({"requests": listed}, args.output)
+    elif found:
+        print(output.table(_list_columns(), found))
+    else:
+        print("no requests", file=sys.stderr)
+    return 0
+
+
+def _list_columns() -> list[Column[tuple[str, pb.RequestSummary]]]:
+    return [
+        # A companion stands under its request.
+        Column("REQUEST", lambda r: ("  " if r[1].parent_id else "") + failures.one_line(r[1].request_id)),
+        Column("MODEL", lambda r: r[1].model),
+        Column("STATUS", lambda r: r[1].status),
+        Column("REPLICAS", lambda r: ",".join(f"{ref.stage.stage_id}/{ref.replica_id}" for ref in r[1].replicas)),
+        Column("GATEWAY", lambda r: r[0]),
+    ]
 
 
 async def _get(args: argparse.Namespace) -> int:

@@ -206,6 +206,13 @@ def test_where_a_request_was_and_its_end(cluster: Cli) -> None:
     text = cluster.ok("request", "get", answer["request_id"])
     assert "speech/0/0" in text
     assert text.startswith(f"Request:  {answer['request_id']}\nStatus:   finished\n")
+    (row,) = [
+        row
+        for row in json.loads(cluster.ok("request", "list", "--all", "-o", "json"))["requests"]
+        if row["request_id"] == answer["request_id"]
+    ]
+    assert (row["status"], row["model"], row["gateway"]) == ("finished", "speech", cluster.known()["gateway"])
+    assert answer["request_id"] in cluster.ok("request", "list", "--all", "--model", "speech")
     for argv in (("get", "nope"), ("abort", "nope"), ("abort", answer["request_id"])):
         done = cluster.run("request", *argv)
         assert (done.code, done.out) == (4, "")

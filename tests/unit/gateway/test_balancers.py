@@ -17,6 +17,7 @@ from gateway.balancers import POLICIES, RoundRobinBalancer, create_balancer
 class Replica:
     order: int
     load: int = 0
+    identity: int = 0
 
 
 def replicas(*loads: int) -> list[Replica]:

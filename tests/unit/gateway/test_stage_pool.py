@@ -221,3 +221,73 @@ async def test_a_cancelled_wait_leaves_nothing() -> None:
     assert pool.waiting == 0
     pool.put(view(0))
     assert slot(pool, 0).inflight == 0
+
+
+# -- sessions --
+
+
+def test_a_session_moves_when_its_replica_is_gone_and_says_so() -> None:
+    pool = pool_of(view(0), view(1))
+    assert picked(pool, "a", session_id="s") == (0, "round-robin")
+    pool.put(view(0, cordoned=True))
+    assert picked(pool, "b", session_id="s") == (1, "session-moved")
+    assert picked(pool, "c", session_id="s") == (1, "session")
+    pool.remove(("p", 1, 1))
+    pool.put(view(1, epoch=99))
+    assert picked(pool, "d", session_id="s") == (1, "session-moved"), "the same place, but another instance"
+
+
+def test_a_strict_session_is_refused_for_as_long_as_it_is_known() -> None:
+    clock = ManualClock()
+    pool = pool_of(view(0), view(1), clock=clock)
+    assert picked(pool, "a", session_id="s", strict_session=True) == (0, "round-robin")
+    pool.invalidate(("p", 1, 0))
+    pool.remove(("p", 1, 0))
+    pool.put(view(0, epoch=99))
+    for request_id in ("b", "c"):  # not only once: whoever tries again must not get an empty session
+        with pytest.raises(errors.FailedPreconditionError, match="p/1/0") as caught:
+            pool.try_pick(request_id, session_id="s", strict_session=True)
+        assert caught.value.reason == "SESSION_LOST"
+        assert caught.value.metadata["replica"] == "p/1/0"
+    assert picked(pool, "d", session_id="other", strict_session=True)[1] == "round-robin"
+    clock.advance(SESSION_TTL_S + 1)
+    assert picked(pool, "e", session_id="s", strict_session=True)[1] == "round-robin"
+
+
+def test_a_strict_session_leaves_no_replica_that_failed_it_for_another() -> None:
+    pool = pool_of(view(0), view(1))
+    picked(pool, "a", session_id="s", strict_session=True)
+    with pytest.raises(errors.FailedPreconditionError):
+        pool.try_pick("b", session_id="s", strict_session=True, exclude={slot(pool, 0).claim})
+    assert pool.bound_requests == 1
+    assert slot(pool, 1).inflight == 0
+
+
+async def test_a_strict_session_waits_for_its_replica_and_for_no_other() -> None:
+    pool = pool_of(view(0), view(1))
+    assert picked(pool, "a", session_id="s") == (0, "round-robin")
+    pool.put(view(0, broken=True))
+    with pytest.raises(errors.UnavailableError, match="p/1/0, which has session 's'") as caught:
+        await pool.pick("b", session_id="s", strict_session=True, max_wait_s=0.01)
+    assert caught.value.reason == "SESSION_OWNER_UNAVAILABLE"
+    waiting = asyncio.create_task(pool.pick("c", session_id="s", strict_session=True, max_wait_s=30))
+    while not pool.waiting:
+        await asyncio.sleep(0)
+    pool.put(view(0))
+    assignment = await waiting
+    assert (assignment.slot.key[2], assignment.reason) == (0, "session")
+
+
+def test_sessions_are_bounded_and_the_one_used_longest_ago_goes() -> None:
+    pool = StagePool(("p", 1), create_balancer("round-robin", random.Random(1)), clock=ManualClock(), max_sessions=3)
+    pool.put(view(0))
+    for name in ("a", "b", "c", "a", "d"):
+        assignment = pool.try_pick(f"request-{name}", session_id=name)
+        assert assignment is not None
+        assignment.release()
+    assert [picked(pool, f"again-{name}", session_id=name)[1] for name in ("a", "c", "d", "b")] == [
+        "session",
+        "session",
+        "session",
+        "round-robin",
+    ]

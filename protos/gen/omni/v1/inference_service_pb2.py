@@ -31,7 +31,7 @@ from omni.v1 import sampling_pb2 as omni_dot_v1_dot_sampling__pb2
 from omni.v1 import types_pb2 as omni_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fomni/v1/inference_service.proto\x12\x07omni.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x14omni/v1/output.proto\x1a\x14omni/v1/prompt.proto\x1a\x16omni/v1/sampling.proto\x1a\x13omni/v1/types.proto\"\x8a\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04task\x18\x03 \x01(\t\x12\x1f\n\x06prompt\x18\x04 \x01(\x0b\x32\x0f.omni.v1.Prompt\x12)\n\x08sampling\x18\x05 \x01(\x0b\x32\x17.omni.v1.SamplingParams\x12\x12\n\nmodalities\x18\x06 \x03(\t\x12&\n\x06speech\x18\x07 \x01(\x0b\x32\x16.omni.v1.SpeechOptions\x12*\n\x07timeout\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nsession_id\x18\t \x01(\t\"\xcc\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\r\n\x05media\x18\x04 \x01(\x0c\x12&\n\nmedia_info\x18\x05 \x01(\x0b\x32\x12.omni.v1.MediaInfo\x12#\n\x06\x66inish\x18\x06 \x01(\x0b\x32\x13.omni.v1.CallFinish\x12\'\n\x08logprobs\x18\x07 \x03(\x0b\x32\x15.omni.v1.TokenLogprob\"2\n\x1cInferenceServiceAbortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\".\n\x1dInferenceServiceAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x13\n\x11ListModelsRequest\"4\n\x12ListModelsResponse\x12\x1e\n\x06models\x18\x01 \x03(\x0b\x32\x0e.omni.v1.Model\"E\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05tasks\x18\x02 \x03(\t\x12\x12\n\nmodalities\x18\x03 \x03(\t\x12\r\n\x05ready\x18\x04 \x01(\x08\"\'\n\x11GetRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"b\n\x12GetRequestResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06status\x18\x02 \x01(\t\x12(\n\x08timeline\x18\x03 \x03(\x0b\x32\x16.omni.v1.TimelineEvent\"~\n\rTimelineEvent\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x65vent\x18\x02 \x01(\t\x12$\n\x07replica\x18\x03 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t2\xc8\x03\n\x10InferenceService\x12^\n\x08Generate\x12\x18.omni.v1.GenerateRequest\x1a\x19.omni.v1.GenerateResponse\"\x1b\x82\xd3\xe4\x93\x02\x15\"\x10/api/v1/generate:\x01*0\x01\x12\x86\x01\n\x05\x41\x62ort\x12%.omni.v1.InferenceServiceAbortRequest\x1a&.omni.v1.InferenceServiceAbortResponse\".\x82\xd3\xe4\x93\x02(\"#/api/v1/requests/{request_id}:abort:\x01*\x12]\n\nListModels\x12\x1a.omni.v1.ListModelsRequest\x1a\x1b.omni.v1.ListModelsResponse\"\x16\x82\xd3\xe4\x93\x02\x10\x12\x0e/api/v1/models\x12l\n\nGetRequest\x12\x1a.omni.v1.GetRequestRequest\x1a\x1b.omni.v1.GetRequestResponse\"%\x82\xd3\xe4\x93\x02\x1f\x12\x1d/api/v1/requests/{request_id}b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fomni/v1/inference_service.proto\x12\x07omni.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x14omni/v1/output.proto\x1a\x14omni/v1/prompt.proto\x1a\x16omni/v1/sampling.proto\x1a\x13omni/v1/types.proto\"\xba\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04task\x18\x03 \x01(\t\x12\x1f\n\x06prompt\x18\x04 \x01(\x0b\x32\x0f.omni.v1.Prompt\x12)\n\x08sampling\x18\x05 \x01(\x0b\x32\x17.omni.v1.SamplingParams\x12\x12\n\nmodalities\x18\x06 \x03(\t\x12&\n\x06speech\x18\x07 \x01(\x0b\x32\x16.omni.v1.SpeechOptions\x12*\n\x07timeout\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nsession_id\x18\t \x01(\t\x12.\n\x0esession_policy\x18\n \x01(\x0e\x32\x16.omni.v1.SessionPolicy\"\xcc\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\r\n\x05media\x18\x04 \x01(\x0c\x12&\n\nmedia_info\x18\x05 \x01(\x0b\x32\x12.omni.v1.MediaInfo\x12#\n\x06\x66inish\x18\x06 \x01(\x0b\x32\x13.omni.v1.CallFinish\x12\'\n\x08logprobs\x18\x07 \x03(\x0b\x32\x15.omni.v1.TokenLogprob\"2\n\x1cInferenceServiceAbortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\".\n\x1dInferenceServiceAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x13\n\x11ListModelsRequest\"4\n\x12ListModelsResponse\x12\x1e\n\x06models\x18\x01 \x03(\x0b\x32\x0e.omni.v1.Model\"E\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05tasks\x18\x02 \x03(\t\x12\x12\n\nmodalities\x18\x03 \x03(\t\x12\r\n\x05ready\x18\x04 \x01(\x08\"b\n\x13ListRequestsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rinclude_ended\x18\x02 \x01(\x08\x12\x11\n\tpage_size\x18\x03 \x01(\x05\x12\x12\n\npage_token\x18\x04 \x01(\t\"Z\n\x14ListRequestsResponse\x12)\n\x08requests\x18\x01 \x03(\x0b\x32\x17.omni.v1.RequestSummary\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xad\x01\n\x0eRequestSummary\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tparent_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0e\n\x06status\x18\x04 \x01(\t\x12.\n\nadmit_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12%\n\x08replicas\x18\x06 \x03(\x0b\x32\x13.omni.v1.ReplicaRef\"\'\n\x11GetRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"b\n\x12GetRequestResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06status\x18\x02 \x01(\t\x12(\n\x08timeline\x18\x03 \x03(\x0b\x32\x16.omni.v1.TimelineEvent\"~\n\rTimelineEvent\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x65vent\x18\x02 \x01(\t\x12$\n\x07replica\x18\x03 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t2\xaf\x04\n\x10InferenceService\x12^\n\x08Generate\x12\x18.omni.v1.GenerateRequest\x1a\x19.omni.v1.GenerateResponse\"\x1b\x82\xd3\xe4\x93\x02\x15\"\x10/api/v1/generate:\x01*0\x01\x12\x86\x01\n\x05\x41\x62ort\x12%.omni.v1.InferenceServiceAbortRequest\x1a&.omni.v1.InferenceServiceAbortResponse\".\x82\xd3\xe4\x93\x02(\"#/api/v1/requests/{request_id}:abort:\x01*\x12]\n\nListModels\x12\x1a.omni.v1.ListModelsRequest\x1a\x1b.omni.v1.ListModelsResponse\"\x16\x82\xd3\xe4\x93\x02\x10\x12\x0e/api/v1/models\x12\x65\n\x0cListRequests\x12\x1c.omni.v1.ListRequestsRequest\x1a\x1d.omni.v1.ListRequestsResponse\"\x18\x82\xd3\xe4\x93\x02\x12\x12\x10/api/v1/requests\x12l\n\nGetRequest\x12\x1a.omni.v1.GetRequestRequest\x1a\x1b.omni.v1.GetRequestResponse\"%\x82\xd3\xe4\x93\x02\x1f\x12\x1d/api/v1/requests/{request_id}b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,28 +44,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INFERENCESERVICE'].methods_by_name['Abort']._serialized_options = b'\202\323\344\223\002(\"#/api/v1/requests/{request_id}:abort:\001*'
   _globals['_INFERENCESERVICE'].methods_by_name['ListModels']._loaded_options = None
   _globals['_INFERENCESERVICE'].methods_by_name['ListModels']._serialized_options = b'\202\323\344\223\002\020\022\016/api/v1/models'
+  _globals['_INFERENCESERVICE'].methods_by_name['ListRequests']._loaded_options = None
+  _globals['_INFERENCESERVICE'].methods_by_name['ListRequests']._serialized_options = b'\202\323\344\223\002\022\022\020/api/v1/requests'
   _globals['_INFERENCESERVICE'].methods_by_name['GetRequest']._loaded_options = None
   _globals['_INFERENCESERVICE'].methods_by_name['GetRequest']._serialized_options = b'\202\323\344\223\002\037\022\035/api/v1/requests/{request_id}'
   _globals['_GENERATEREQUEST']._serialized_start=229
-  _globals['_GENERATEREQUEST']._serialized_end=495
-  _globals['_GENERATERESPONSE']._serialized_start=498
-  _globals['_GENERATERESPONSE']._serialized_end=702
-  _globals['_INFERENCESERVICEABORTREQUEST']._serialized_start=704
-  _globals['_INFERENCESERVICEABORTREQUEST']._serialized_end=754
-  _globals['_INFERENCESERVICEABORTRESPONSE']._serialized_start=756
-  _globals['_INFERENCESERVICEABORTRESPONSE']._serialized_end=802
-  _globals['_LISTMODELSREQUEST']._serialized_start=804
-  _globals['_LISTMODELSREQUEST']._serialized_end=823
-  _globals['_LISTMODELSRESPONSE']._serialized_start=825
-  _globals['_LISTMODELSRESPONSE']._serialized_end=877
-  _globals['_MODEL']._serialized_start=879
-  _globals['_MODEL']._serialized_end=948
-  _globals['_GETREQUESTREQUEST']._serialized_start=950
-  _globals['_GETREQUESTREQUEST']._serialized_end=989
-  _globals['_GETREQUESTRESPONSE']._serialized_start=991
-  _globals['_GETREQUESTRESPONSE']._serialized_end=1089
-  _globals['_TIMELINEEVENT']._serialized_start=1091
-  _globals['_TIMELINEEVENT']._serialized_end=1217
-  _globals['_INFERENCESERVICE']._serialized_start=1220
-  _globals['_INFERENCESERVICE']._serialized_end=1676
+  _globals['_GENERATEREQUEST']._serialized_end=543
+  _globals['_GENERATERESPONSE']._serialized_start=546
+  _globals['_GENERATERESPONSE']._serialized_end=750
+  _globals['_INFERENCESERVICEABORTREQUEST']._serialized_start=752
+  _globals['_INFERENCESERVICEABORTREQUEST']._serialized_end=802
+  _globals['_INFERENCESERVICEABORTRESPONSE']._serialized_start=804
+  _globals['_INFERENCESERVICEABORTRESPONSE']._serialized_end=850
+  _globals['_LISTMODELSREQUEST']._serialized_start=852
+  _globals['_LISTMODELSREQUEST']._serialized_end=871
+  _globals['_LISTMODELSRESPONSE']._serialized_start=873
+  _globals['_LISTMODELSRESPONSE']._serialized_end=925
+  _globals['_MODEL']._serialized_start=927
+  _globals['_MODEL']._serialized_end=996
+  _globals['_LISTREQUESTSREQUEST']._serialized_start=998
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=1096
+  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1098
+  _globals['_LISTREQUESTSRESPONSE']._serialized_end=1188
+  _globals['_REQUESTSUMMARY']._serialized_start=1191
+  _globals['_REQUESTSUMMARY']._serialized_end=1364
+  _globals['_GETREQUESTREQUEST']._serialized_start=1366
+  _globals['_GETREQUESTREQUEST']._serialized_end=1405
+  _globals['_GETREQUESTRESPONSE']._serialized_start=1407
+  _globals['_GETREQUESTRESPONSE']._serialized_end=1505
+  _globals['_TIMELINEEVENT']._serialized_start=1507
+  _globals['_TIMELINEEVENT']._serialized_end=1633
+  _globals['_INFERENCESERVICE']._serialized_start=1636
+  _globals['_INFERENCESERVICE']._serialized_end=2195
 # @@protoc_insertion_point(module_scope)

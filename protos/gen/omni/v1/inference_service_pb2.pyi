@@ -39,6 +39,7 @@ class GenerateRequest(_message.Message):
     SPEECH_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    SESSION_POLICY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Pipeline name. Required."""
     request_id: _builtins.str
@@ -47,6 +48,8 @@ class GenerateRequest(_message.Message):
     """What to do: "chat" (default) or "speech"."""
     session_id: _builtins.str
     """Requests of one session go to the same replicas."""
+    session_policy: _types_pb2.SessionPolicy.ValueType
+    """What becomes of the session if a replica of it is gone."""
     @_builtins.property
     def prompt(self) -> _prompt_pb2.Prompt:
         """Required."""
@@ -79,10 +82,11 @@ class GenerateRequest(_message.Message):
         speech: _prompt_pb2.SpeechOptions | None = ...,
         timeout: _duration_pb2.Duration | None = ...,
         session_id: _builtins.str = ...,
+        session_policy: _types_pb2.SessionPolicy.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "speech", b"speech", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["modalities", b"modalities", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "speech", b"speech", "task", b"task", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["modalities", b"modalities", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "session_policy", b"session_policy", "speech", b"speech", "task", b"task", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -264,6 +268,114 @@ class Model(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015
+
+@_typing.final
+class ListRequestsRequest(_message.Message):
+    """ListRequestsRequest says which."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    INCLUDE_ENDED_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Of this pipeline only; empty: of all."""
+    include_ended: _builtins.bool
+    """Those that have ended, too, as long as the gateway keeps them."""
+    page_size: _builtins.int
+    """At most so many, 1 to 1000; 0: 100."""
+    page_token: _builtins.str
+    """From an earlier answer; empty: from the beginning."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        include_ended: _builtins.bool = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_ended", b"include_ended", "model", b"model", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRequestsRequest: _TypeAlias = ListRequestsRequest  # noqa: Y015
+
+@_typing.final
+class ListRequestsResponse(_message.Message):
+    """ListRequestsResponse is one page."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """For the next page; empty: this is the last."""
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestSummary]:
+        """Oldest first; companions follow their request."""
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___RequestSummary] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRequestsResponse: _TypeAlias = ListRequestsResponse  # noqa: Y015
+
+@_typing.final
+class RequestSummary(_message.Message):
+    """RequestSummary is one request, or a companion of one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    PARENT_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    ADMIT_TIME_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As the client knows it; of a companion with its role, "{id}__cfg_text"."""
+    parent_id: _builtins.str
+    """Of a companion: the request that it belongs to."""
+    model: _builtins.str
+    """Pipeline."""
+    status: _builtins.str
+    """"running", "finished", "failed" or "aborted"."""
+    @_builtins.property
+    def admit_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was admitted, by the gateway's clock."""
+
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.ReplicaRef]:
+        """Where it runs, or ran last, in order of stages."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        parent_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        status: _builtins.str = ...,
+        admit_time: _timestamp_pb2.Timestamp | None = ...,
+        replicas: _abc.Iterable[_types_pb2.ReplicaRef] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admit_time", b"admit_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_time", b"admit_time", "model", b"model", "parent_id", b"parent_id", "replicas", b"replicas", "request_id", b"request_id", "status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestSummary: _TypeAlias = RequestSummary  # noqa: Y015
 
 @_typing.final
 class GetRequestRequest(_message.Message):

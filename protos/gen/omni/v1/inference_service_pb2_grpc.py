@@ -51,6 +51,11 @@ class InferenceServiceStub:
                 request_serializer=omni_dot_v1_dot_inference__service__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=omni_dot_v1_dot_inference__service__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.ListRequests = channel.unary_unary(
+                '/omni.v1.InferenceService/ListRequests',
+                request_serializer=omni_dot_v1_dot_inference__service__pb2.ListRequestsRequest.SerializeToString,
+                response_deserializer=omni_dot_v1_dot_inference__service__pb2.ListRequestsResponse.FromString,
+                _registered_method=True)
         self.GetRequest = channel.unary_unary(
                 '/omni.v1.InferenceService/GetRequest',
                 request_serializer=omni_dot_v1_dot_inference__service__pb2.GetRequestRequest.SerializeToString,
@@ -92,6 +97,13 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRequests(self, request, context):
+        """ListRequests lists the requests that run here, and on demand those that ended lately, oldest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetRequest(self, request, context):
         """GetRequest tells where a request is or was: the replicas that served it and when. Finished requests are
         kept for a while; NOT_FOUND afterwards.
@@ -117,6 +129,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=omni_dot_v1_dot_inference__service__pb2.ListModelsRequest.FromString,
                     response_serializer=omni_dot_v1_dot_inference__service__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'ListRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRequests,
+                    request_deserializer=omni_dot_v1_dot_inference__service__pb2.ListRequestsRequest.FromString,
+                    response_serializer=omni_dot_v1_dot_inference__service__pb2.ListRequestsResponse.SerializeToString,
             ),
             'GetRequest': grpc.unary_unary_rpc_method_handler(
                     servicer.GetRequest,
@@ -207,6 +224,33 @@ class InferenceService:
             '/omni.v1.InferenceService/ListModels',
             omni_dot_v1_dot_inference__service__pb2.ListModelsRequest.SerializeToString,
             omni_dot_v1_dot_inference__service__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/omni.v1.InferenceService/ListRequests',
+            omni_dot_v1_dot_inference__service__pb2.ListRequestsRequest.SerializeToString,
+            omni_dot_v1_dot_inference__service__pb2.ListRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

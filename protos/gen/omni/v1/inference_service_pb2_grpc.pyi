@@ -50,6 +50,8 @@ class InferenceServiceStub:
     """Abort ends a running request of any client on this gateway. Unknown requests are not an error."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.ListModelsRequest, _inference_service_pb2.ListModelsResponse]
     """ListModels lists every pipeline, with what it can do and whether it can serve now."""
+    ListRequests: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.ListRequestsRequest, _inference_service_pb2.ListRequestsResponse]
+    """ListRequests lists the requests that run here, and on demand those that ended lately, oldest first."""
     GetRequest: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.GetRequestRequest, _inference_service_pb2.GetRequestResponse]
     """GetRequest tells where a request is or was: the replicas that served it and when. Finished requests are
     kept for a while; NOT_FOUND afterwards.
@@ -77,6 +79,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Abort ends a running request of any client on this gateway. Unknown requests are not an error."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.ListModelsRequest, _inference_service_pb2.ListModelsResponse]  # type: ignore[assignment]
     """ListModels lists every pipeline, with what it can do and whether it can serve now."""
+    ListRequests: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.ListRequestsRequest, _inference_service_pb2.ListRequestsResponse]  # type: ignore[assignment]
+    """ListRequests lists the requests that run here, and on demand those that ended lately, oldest first."""
     GetRequest: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.GetRequestRequest, _inference_service_pb2.GetRequestResponse]  # type: ignore[assignment]
     """GetRequest tells where a request is or was: the replicas that served it and when. Finished requests are
     kept for a while; NOT_FOUND afterwards.
@@ -119,6 +123,14 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_service_pb2.ListModelsResponse, _abc.Awaitable[_inference_service_pb2.ListModelsResponse]]:
         """ListModels lists every pipeline, with what it can do and whether it can serve now."""
+
+    @_abc_1.abstractmethod
+    def ListRequests(
+        self,
+        request: _inference_service_pb2.ListRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_service_pb2.ListRequestsResponse, _abc.Awaitable[_inference_service_pb2.ListRequestsResponse]]:
+        """ListRequests lists the requests that run here, and on demand those that ended lately, oldest first."""
 
     @_abc_1.abstractmethod
     def GetRequest(

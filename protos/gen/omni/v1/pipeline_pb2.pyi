@@ -11,6 +11,7 @@ from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from omni.v1 import sampling_pb2 as _sampling_pb2
+from omni.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -84,6 +85,7 @@ class Pipeline(_message.Message):
     ENTRYPOINTS_FIELD_NUMBER: _builtins.int
     SOURCE_SHA256_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    SESSION_POLICY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Also the model name that clients ask for. Letters, digits, '.', '_' and '-'."""
     async_chunk: _builtins.bool
@@ -94,6 +96,8 @@ class Pipeline(_message.Message):
     """SHA-256 of the deploy file as applied, hex; equal content means nothing to do."""
     generation: _builtins.int
     """Grows by one with every effective ApplyPipeline. Output only."""
+    session_policy: _types_pb2.SessionPolicy.ValueType
+    """What becomes of a session whose replica is gone, where the request does not say it. Unset: REBIND."""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Stage]:
         """In ascending stage_id. At least one."""
@@ -121,10 +125,11 @@ class Pipeline(_message.Message):
         entrypoints: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         source_sha256: _builtins.str = ...,
         generation: _builtins.int = ...,
+        session_policy: _types_pb2.SessionPolicy.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_chunk", b"async_chunk", "connectors", b"connectors", "edges", b"edges", "entrypoints", b"entrypoints", "generation", b"generation", "name", b"name", "source_sha256", b"source_sha256", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_chunk", b"async_chunk", "connectors", b"connectors", "edges", b"edges", "entrypoints", b"entrypoints", "generation", b"generation", "name", b"name", "session_policy", b"session_policy", "source_sha256", b"source_sha256", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -151,6 +156,8 @@ class Stage(_message.Message):
     CONFIG_SHA256_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     BALANCING_POLICY_FIELD_NUMBER: _builtins.int
+    PLANNED_BALANCING_POLICY_FIELD_NUMBER: _builtins.int
+    COMPANIONS_FIELD_NUMBER: _builtins.int
     stage_id: _builtins.int
     """Unique in the pipeline."""
     name: _builtins.str
@@ -174,9 +181,11 @@ class Stage(_message.Message):
     max_num_seqs: _builtins.int
     """Requests one replica works on at a time. Zero: the engine's own limit."""
     balancing_policy: _builtins.str
-    """How gateways choose among its replicas, as SetBalancingPolicy said. Empty: each gateway's own default. Output only:
+    """How gateways choose among its replicas, as SetBalancingPolicy said. Empty: `planned_balancing_policy`. Output only:
     no part of the stored plan.
     """
+    planned_balancing_policy: _builtins.str
+    """The same as the deploy file says. Empty: each gateway's own default."""
     @_builtins.property
     def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Logical device ids, split evenly among the local replicas. Empty: host only."""
@@ -188,6 +197,10 @@ class Stage(_message.Message):
     @_builtins.property
     def engine_args(self) -> _struct_pb2.Struct:
         """All other keys of the stage, passed to the engine as they are."""
+
+    @_builtins.property
+    def companions(self) -> Global___CompanionPlan:
+        """Each request runs here more than once, with other prompts. Unset: once."""
 
     def __init__(
         self,
@@ -207,14 +220,54 @@ class Stage(_message.Message):
         config_sha256: _builtins.str = ...,
         max_num_seqs: _builtins.int = ...,
         balancing_policy: _builtins.str = ...,
+        planned_balancing_policy: _builtins.str = ...,
+        companions: Global___CompanionPlan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling_params", b"default_sampling_params", "engine_args", b"engine_args"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["companions", b"companions", "default_sampling_params", b"default_sampling_params", "engine_args", b"engine_args"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balancing_policy", b"balancing_policy", "config_sha256", b"config_sha256", "default_sampling_params", b"default_sampling_params", "devices", b"devices", "engine", b"engine", "engine_args", b"engine_args", "final_output", b"final_output", "final_output_type", b"final_output_type", "is_comprehension", b"is_comprehension", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_replicas", b"num_replicas", "stage_id", b"stage_id", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balancing_policy", b"balancing_policy", "companions", b"companions", "config_sha256", b"config_sha256", "default_sampling_params", b"default_sampling_params", "devices", b"devices", "engine", b"engine", "engine_args", b"engine_args", "final_output", b"final_output", "final_output_type", b"final_output_type", "is_comprehension", b"is_comprehension", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_replicas", b"num_replicas", "planned_balancing_policy", b"planned_balancing_policy", "stage_id", b"stage_id", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Stage: _TypeAlias = Stage  # noqa: Y015
+
+@_typing.final
+class CompanionPlan(_message.Message):
+    """CompanionPlan is for classifier-free guidance: beside a request, its companions run at the same replica, and the
+    stages that read from this one get the output of all of them, each under its role.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLES_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    ONLY_IF_NEGATIVE_FIELD_NUMBER: _builtins.int
+    only_if_negative: _builtins.bool
+    """A request whose prompt has no negative prompt goes without "cfg_text"."""
+    @_builtins.property
+    def roles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """"cfg_text": the negative prompt, or none, with the pictures of the prompt. "cfg_img": the prompt without pictures;
+        left out where there are none. In order, each once.
+        """
+
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """All of a bundle ends within this time, or fails with DEADLINE_EXCEEDED. Unset: the request's own time."""
+
+    def __init__(
+        self,
+        *,
+        roles: _abc.Iterable[_builtins.str] | None = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+        only_if_negative: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["only_if_negative", b"only_if_negative", "roles", b"roles", "timeout", b"timeout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompanionPlan: _TypeAlias = CompanionPlan  # noqa: Y015
 
 @_typing.final
 class Edge(_message.Message):

@@ -24,10 +24,11 @@ _sym_db = _symbol_database.Default()
 
 from google.api import annotations_pb2 as google_dot_api_dot_annotations__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from omni.v1 import prompt_pb2 as omni_dot_v1_dot_prompt__pb2
 from omni.v1 import types_pb2 as omni_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1comni/v1/router_service.proto\x12\x07omni.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x13omni/v1/types.proto\"\xad\x01\n\x0cRouteRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12 \n\x05stage\x18\x02 \x01(\x0b\x32\x11.omni.v1.StageRef\x12\x15\n\raffinity_from\x18\x03 \x01(\t\x12\x12\n\nsession_id\x18\x04 \x01(\t\x12\x0f\n\x07\x65xclude\x18\x05 \x03(\r\x12+\n\x08max_wait\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"i\n\rRouteResponse\x12$\n\x07replica\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x10\n\x08revision\x18\x04 \x01(\x04\"S\n\x1bRouterServiceReleaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12 \n\x05stage\x18\x02 \x01(\x0b\x32\x11.omni.v1.StageRef\"0\n\x1cRouterServiceReleaseResponse\x12\x10\n\x08released\x18\x01 \x01(\r2\xdb\x01\n\rRouterService\x12P\n\x05Route\x12\x15.omni.v1.RouteRequest\x1a\x16.omni.v1.RouteResponse\"\x18\x82\xd3\xe4\x93\x02\x12\"\r/api/v1/route:\x01*\x12x\n\x07Release\x12$.omni.v1.RouterServiceReleaseRequest\x1a%.omni.v1.RouterServiceReleaseResponse\" \x82\xd3\xe4\x93\x02\x1a\"\x15/api/v1/route:release:\x01*b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1comni/v1/router_service.proto\x12\x07omni.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x14omni/v1/prompt.proto\x1a\x13omni/v1/types.proto\"\xa3\x02\n\x0cRouteRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12 \n\x05stage\x18\x02 \x01(\x0b\x32\x11.omni.v1.StageRef\x12\x15\n\raffinity_from\x18\x03 \x01(\t\x12\x12\n\nsession_id\x18\x04 \x01(\t\x12\x0f\n\x07\x65xclude\x18\x05 \x03(\r\x12+\n\x08max_wait\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0esession_policy\x18\x07 \x01(\x0e\x32\x16.omni.v1.SessionPolicy\x12\x1f\n\x06prompt\x18\x08 \x01(\x0b\x32\x0f.omni.v1.Prompt\x12#\n\x06inputs\x18\t \x03(\x0b\x32\x13.omni.v1.ReplicaRef\"i\n\rRouteResponse\x12$\n\x07replica\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x10\n\x08revision\x18\x04 \x01(\x04\"S\n\x1bRouterServiceReleaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12 \n\x05stage\x18\x02 \x01(\x0b\x32\x11.omni.v1.StageRef\"0\n\x1cRouterServiceReleaseResponse\x12\x10\n\x08released\x18\x01 \x01(\r2\xdb\x01\n\rRouterService\x12P\n\x05Route\x12\x15.omni.v1.RouteRequest\x1a\x16.omni.v1.RouteResponse\"\x18\x82\xd3\xe4\x93\x02\x12\"\r/api/v1/route:\x01*\x12x\n\x07Release\x12$.omni.v1.RouterServiceReleaseRequest\x1a%.omni.v1.RouterServiceReleaseResponse\" \x82\xd3\xe4\x93\x02\x1a\"\x15/api/v1/route:release:\x01*b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,14 +39,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROUTERSERVICE'].methods_by_name['Route']._serialized_options = b'\202\323\344\223\002\022\"\r/api/v1/route:\001*'
   _globals['_ROUTERSERVICE'].methods_by_name['Release']._loaded_options = None
   _globals['_ROUTERSERVICE'].methods_by_name['Release']._serialized_options = b'\202\323\344\223\002\032\"\025/api/v1/route:release:\001*'
-  _globals['_ROUTEREQUEST']._serialized_start=125
-  _globals['_ROUTEREQUEST']._serialized_end=298
-  _globals['_ROUTERESPONSE']._serialized_start=300
-  _globals['_ROUTERESPONSE']._serialized_end=405
-  _globals['_ROUTERSERVICERELEASEREQUEST']._serialized_start=407
-  _globals['_ROUTERSERVICERELEASEREQUEST']._serialized_end=490
-  _globals['_ROUTERSERVICERELEASERESPONSE']._serialized_start=492
-  _globals['_ROUTERSERVICERELEASERESPONSE']._serialized_end=540
-  _globals['_ROUTERSERVICE']._serialized_start=543
-  _globals['_ROUTERSERVICE']._serialized_end=762
+  _globals['_ROUTEREQUEST']._serialized_start=147
+  _globals['_ROUTEREQUEST']._serialized_end=438
+  _globals['_ROUTERESPONSE']._serialized_start=440
+  _globals['_ROUTERESPONSE']._serialized_end=545
+  _globals['_ROUTERSERVICERELEASEREQUEST']._serialized_start=547
+  _globals['_ROUTERSERVICERELEASEREQUEST']._serialized_end=630
+  _globals['_ROUTERSERVICERELEASERESPONSE']._serialized_start=632
+  _globals['_ROUTERSERVICERELEASERESPONSE']._serialized_end=680
+  _globals['_ROUTERSERVICE']._serialized_start=683
+  _globals['_ROUTERSERVICE']._serialized_end=902
 # @@protoc_insertion_point(module_scope)

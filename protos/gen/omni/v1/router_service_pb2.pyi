@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from omni.v1 import prompt_pb2 as _prompt_pb2
 from omni.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -32,12 +33,17 @@ class RouteRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     EXCLUDE_FIELD_NUMBER: _builtins.int
     MAX_WAIT_FIELD_NUMBER: _builtins.int
+    SESSION_POLICY_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Required."""
     affinity_from: _builtins.str
     """Request whose replica this one should share, such as a CFG companion's parent."""
     session_id: _builtins.str
     """Requests of one session go to one replica."""
+    session_policy: _types_pb2.SessionPolicy.ValueType
+    """What becomes of the session if its replica is gone."""
     @_builtins.property
     def stage(self) -> _types_pb2.StageRef:
         """Required."""
@@ -50,6 +56,14 @@ class RouteRequest(_message.Message):
     def max_wait(self) -> _duration_pb2.Duration:
         """Wait at most this long for a routable replica; unset: 10 s."""
 
+    @_builtins.property
+    def prompt(self) -> _prompt_pb2.Prompt:
+        """What the request asks, for prefix-affinity; unset: it goes by load alone."""
+
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.ReplicaRef]:
+        """Where its input comes from, for topology-aware; none: it goes by load alone."""
+
     def __init__(
         self,
         *,
@@ -59,10 +73,13 @@ class RouteRequest(_message.Message):
         session_id: _builtins.str = ...,
         exclude: _abc.Iterable[_builtins.int] | None = ...,
         max_wait: _duration_pb2.Duration | None = ...,
+        session_policy: _types_pb2.SessionPolicy.ValueType = ...,
+        prompt: _prompt_pb2.Prompt | None = ...,
+        inputs: _abc.Iterable[_types_pb2.ReplicaRef] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["max_wait", b"max_wait", "stage", b"stage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["max_wait", b"max_wait", "prompt", b"prompt", "stage", b"stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["affinity_from", b"affinity_from", "exclude", b"exclude", "max_wait", b"max_wait", "request_id", b"request_id", "session_id", b"session_id", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["affinity_from", b"affinity_from", "exclude", b"exclude", "inputs", b"inputs", "max_wait", b"max_wait", "prompt", b"prompt", "request_id", b"request_id", "session_id", b"session_id", "session_policy", b"session_policy", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -81,7 +98,9 @@ class RouteResponse(_message.Message):
     endpoint: _builtins.str
     """Its address, "host:port"."""
     reason: _builtins.str
-    """Why: "bound", "affinity", "session", or the policy's name."""
+    """Why: "bound", "affinity", "session", "session-moved" (to another replica, since its own was gone), or the policy's
+    name.
+    """
     revision: _builtins.int
     """Table revision that the choice was made at."""
     @_builtins.property

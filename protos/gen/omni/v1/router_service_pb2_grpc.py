@@ -54,7 +54,8 @@ class RouterServiceServicer:
     def Route(self, request, context):
         """Route picks a replica and binds the request to it until Release, or until the binding's time is over: later
         calls for the same request and stage return the same replica while it stays routable. UNAVAILABLE if no
-        replica becomes routable within the wait; NOT_FOUND for an unknown pipeline or stage.
+        replica becomes routable within the wait; NOT_FOUND for an unknown pipeline or stage; FAILED_PRECONDITION
+        (SESSION_LOST) for a strict session whose replica is gone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

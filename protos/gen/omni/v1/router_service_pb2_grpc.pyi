@@ -36,7 +36,8 @@ class RouterServiceStub:
     Route: _grpc.UnaryUnaryMultiCallable[_router_service_pb2.RouteRequest, _router_service_pb2.RouteResponse]
     """Route picks a replica and binds the request to it until Release, or until the binding's time is over: later
     calls for the same request and stage return the same replica while it stays routable. UNAVAILABLE if no
-    replica becomes routable within the wait; NOT_FOUND for an unknown pipeline or stage.
+    replica becomes routable within the wait; NOT_FOUND for an unknown pipeline or stage; FAILED_PRECONDITION
+    (SESSION_LOST) for a strict session whose replica is gone.
     """
     Release: _grpc.UnaryUnaryMultiCallable[_router_service_pb2.RouterServiceReleaseRequest, _router_service_pb2.RouterServiceReleaseResponse]
     """Release ends a binding. Unknown bindings are not an error."""
@@ -49,7 +50,8 @@ class RouterServiceAsyncStub(RouterServiceStub):
     Route: _aio.UnaryUnaryMultiCallable[_router_service_pb2.RouteRequest, _router_service_pb2.RouteResponse]  # type: ignore[assignment]
     """Route picks a replica and binds the request to it until Release, or until the binding's time is over: later
     calls for the same request and stage return the same replica while it stays routable. UNAVAILABLE if no
-    replica becomes routable within the wait; NOT_FOUND for an unknown pipeline or stage.
+    replica becomes routable within the wait; NOT_FOUND for an unknown pipeline or stage; FAILED_PRECONDITION
+    (SESSION_LOST) for a strict session whose replica is gone.
     """
     Release: _aio.UnaryUnaryMultiCallable[_router_service_pb2.RouterServiceReleaseRequest, _router_service_pb2.RouterServiceReleaseResponse]  # type: ignore[assignment]
     """Release ends a binding. Unknown bindings are not an error."""
@@ -65,7 +67,8 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_router_service_pb2.RouteResponse, _abc.Awaitable[_router_service_pb2.RouteResponse]]:
         """Route picks a replica and binds the request to it until Release, or until the binding's time is over: later
         calls for the same request and stage return the same replica while it stays routable. UNAVAILABLE if no
-        replica becomes routable within the wait; NOT_FOUND for an unknown pipeline or stage.
+        replica becomes routable within the wait; NOT_FOUND for an unknown pipeline or stage; FAILED_PRECONDITION
+        (SESSION_LOST) for a strict session whose replica is gone.
         """
 
     @_abc_1.abstractmethod

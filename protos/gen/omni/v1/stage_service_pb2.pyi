@@ -285,10 +285,13 @@ class EdgeInput(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FROM_STAGE_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     HANDLES_FIELD_NUMBER: _builtins.int
     FLOW_FIELD_NUMBER: _builtins.int
     from_stage: _builtins.int
     """Producer stage."""
+    role: _builtins.str
+    """Which companion of the request made it ("cfg_text", …); empty: the request itself."""
     @_builtins.property
     def handles(self) -> Global___HandleList:
         """All of it, already produced."""
@@ -301,12 +304,13 @@ class EdgeInput(_message.Message):
         self,
         *,
         from_stage: _builtins.int = ...,
+        role: _builtins.str = ...,
         handles: Global___HandleList | None = ...,
         flow: Global___FlowSource | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["flow", b"flow", "handles", b"handles", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["flow", b"flow", "from_stage", b"from_stage", "handles", b"handles", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["flow", b"flow", "from_stage", b"from_stage", "handles", b"handles", "role", b"role", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["handles", "flow"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015

@@ -53,6 +53,36 @@ REPLICA_STATE_DRAINING: ReplicaState.ValueType  # 4
 """Finishing what it has; takes nothing new."""
 Global___ReplicaState: _TypeAlias = ReplicaState  # noqa: Y015
 
+class _SessionPolicy:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SessionPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SessionPolicy.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SESSION_POLICY_UNSPECIFIED: _SessionPolicy.ValueType  # 0
+    """As the pipeline says, else REBIND."""
+    SESSION_POLICY_REBIND: _SessionPolicy.ValueType  # 1
+    """It goes on at another replica, and the route says so ("session-moved")."""
+    SESSION_POLICY_STRICT: _SessionPolicy.ValueType  # 2
+    """Its requests fail with FAILED_PRECONDITION, reason SESSION_LOST, until the client begins another session: for
+    stages that keep something of a session that no other replica has. While the replica is there but takes no
+    requests: UNAVAILABLE, reason SESSION_OWNER_UNAVAILABLE.
+    """
+
+class SessionPolicy(_SessionPolicy, metaclass=_SessionPolicyEnumTypeWrapper):
+    """SessionPolicy says what becomes of a session whose replica is gone."""
+
+SESSION_POLICY_UNSPECIFIED: SessionPolicy.ValueType  # 0
+"""As the pipeline says, else REBIND."""
+SESSION_POLICY_REBIND: SessionPolicy.ValueType  # 1
+"""It goes on at another replica, and the route says so ("session-moved")."""
+SESSION_POLICY_STRICT: SessionPolicy.ValueType  # 2
+"""Its requests fail with FAILED_PRECONDITION, reason SESSION_LOST, until the client begins another session: for
+stages that keep something of a session that no other replica has. While the replica is there but takes no
+requests: UNAVAILABLE, reason SESSION_OWNER_UNAVAILABLE.
+"""
+Global___SessionPolicy: _TypeAlias = SessionPolicy  # noqa: Y015
+
 class _ControlMethod:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -414,7 +444,7 @@ class Placement(_message.Message):
     boot_id: _builtins.str
     """Kernel boot id: two replicas can share memory only if it is equal."""
     topology_domain: _builtins.str
-    """Rack, zone or any other label. For people so far: no policy looks at it yet."""
+    """Rack, zone or any other label: topology-aware takes replicas of one domain for nearer than others."""
     pid: _builtins.int
     """Process id on that host. For people, and for connectors that map the peer's memory."""
     @_builtins.property
