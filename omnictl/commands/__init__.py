@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from omnictl.commands import (
+    api_key,
     apply,
     chat,
     collective,
@@ -33,11 +34,11 @@ _GROUPS = (
     Group("Change replicas", ("cordon", "uncordon", "drain", "evict", "restart")),
     Group("Call engines", ("sleep", "wake", "profile", "reset-cache")),
     Group("Use", ("chat", "request")),
-    Group("Other", ("context", "version", "completion")),
+    Group("Other", ("api-key", "context", "version", "completion")),
 )
 _MODULES = (
     *(up, down, status, get, describe, top, etcd, validate, apply, delete, policy, replica, restart, collective),
-    *(chat, request, context, version, completion),
+    *(chat, request, api_key, context, version, completion),
 )
 _NOTES = """\
 Addresses and credentials come from flags, else environment variables, else the current context (see
