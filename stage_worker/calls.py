@@ -8,7 +8,7 @@ from typing import Protocol
 
 from connectors.connector_set import ConnectorSet
 from omni.v1 import pipeline_pb2, stage_service_pb2, transfer_pb2
-from omnicore.errors import AlreadyExistsError, InvalidRequestError, OmniError, UnavailableError
+from omnicore.errors import AlreadyExistsError, InvalidRequestError, OmniError, UnavailableError, UnimplementedError
 from stage_worker.engine import Engine
 from stage_worker.flows import FlowTable
 from stage_worker.identity import Identity
@@ -123,6 +123,10 @@ class WorkerParts:
 
     def _check_features(self, call: stage_service_pb2.StageCall) -> None:
         """What many engines cannot do would else be left out in silence."""
+        if call.HasField("resume") and "resume" not in self.calls.features:
+            raise UnimplementedError(
+                f"the engine of this model ({self.stage.engine}) cannot go on from tokens", reason="RESUME_UNSUPPORTED"
+            )
         sampling, prompt = call.sampling, call.prompt
         asked = [f"sampling.{name}" for name in ("logprobs", "structured_output") if sampling.HasField(name)]
         if prompt.WhichOneof("kind") is not None:

@@ -20,7 +20,7 @@ from connectors.payload import Payload
 from omni.v1 import pipeline_pb2, prompt_pb2, sampling_pb2, types_pb2
 from omnicore.errors import InvalidRequestError, UnimplementedError
 
-FEATURES = ("logprobs", "structured_output", "bot_task", "negative_prompt", "language", "instructions")
+FEATURES = ("logprobs", "structured_output", "bot_task", "negative_prompt", "language", "instructions", "resume")
 """What a call may ask for that many engines cannot do: fields of SamplingParams, Prompt and SpeechOptions."""
 
 
@@ -37,6 +37,15 @@ class EngineInfo:
     """For the log: versions, devices."""
     features: frozenset[str] = frozenset()
     """Those of ``FEATURES`` that it has. Calls that need another are refused before they reach it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resume:
+    """What another replica had made of a request before it was lost."""
+
+    token_ids: Sequence[int]
+    text: str
+    """Of those tokens, as far as it was sent on."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,6 +67,10 @@ class EngineRequest:
     downstream: Sequence[int] = ()
     """Stages that read this call's chunks. Empty: make none."""
     trace_parent: str = ""
+    resume: Resume | None = None
+    """Only for engines with the feature "resume". Go on from there, as if this engine had made those tokens: limits,
+    penalties, stops and the counts of ``finish`` include them. Outputs have only what follows ``text`` and the tokens;
+    if they were the end, the first output has ``finish``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from omnicore.errors import (
 )
 from omnicore.log import get_logger
 from stage_worker.calls import CallKey, WorkerParts
-from stage_worker.engine import EngineOutput, EngineRequest, Finish, TokenChance
+from stage_worker.engine import EngineOutput, EngineRequest, Finish, Resume, TokenChance
 from stage_worker.identity import replica_name
 from stage_worker.links import FlowReader
 from stage_worker.outbox import Outbox
@@ -177,6 +177,8 @@ class CallRunner:
     async def _forward(self, outputs: AsyncIterator[EngineOutput]) -> None:
         """The loop that every token passes: nothing here may cost more than it must."""
         progress, sink, groups, emit = self._parts.progress, self._sink, self._outputs, self._call.emit_output
+        if self._call.HasField("resume"):
+            await self._resume()
         async for output in outputs:
             progress.outputs += 1
             self.completion_tokens += len(output.token_ids)
@@ -192,6 +194,14 @@ class CallRunner:
             if output.finish is not None:
                 self._finish = output.finish
                 return
+
+    async def _resume(self) -> None:
+        """What the lost call had brought counts as brought; other stages get it again, from the beginning."""
+        resume = self._call.resume
+        self.completion_tokens = len(resume.token_ids)
+        brought = EngineOutput(text=resume.text)
+        for group in self._outputs:
+            await group.write(brought)
 
     async def _send_media(self, output: EngineOutput) -> None:
         for start in range(0, len(output.media), MEDIA_PIECE_BYTES):
@@ -231,6 +241,7 @@ class CallRunner:
             wants_output=call.emit_output,
             downstream=[output.to_stage for output in call.outputs],
             trace_parent=call.traceparent,
+            resume=Resume(tuple(call.resume.token_ids), call.resume.text) if call.HasField("resume") else None,
         )
 
     async def _close_inputs(self, error: OmniError | None) -> OmniError | None:

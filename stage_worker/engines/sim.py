@@ -28,6 +28,7 @@ from stage_worker.engine import (
     EngineRequest,
     Finish,
     MediaInfo,
+    Resume,
     Tokens,
     no_such_control,
     prompt_too_long,
@@ -63,7 +64,7 @@ class SimEngine:
             model=self._model,
             max_num_seqs=self._max_num_seqs,
             details={"output": self._options.output},
-            features=_FEATURES,
+            features=_FEATURES | {"resume"} if self._options.output == "text" else _FEATURES,
         )
 
     async def execute(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
@@ -139,6 +140,12 @@ class SimEngine:
         if limit and (length := len(source.split())) > limit:
             raise prompt_too_long(length, limit)
         tokens = _Answer(source, self._options, request.sampling)
+        if request.resume is not None:
+            rest = tokens.resume(request.resume)
+            if rest.text or rest.finish is not None:
+                yield rest
+            if rest.finish is not None:
+                return
         fails_at = self._fails_at(zlib.crc32(source.encode()))
         loop = asyncio.get_running_loop()
 
@@ -304,6 +311,23 @@ class _Answer:
             return EngineOutput(text=text, finish=finish)
         logprobs = (content.chances(token_id, text, self._top),) if self._top >= 0 else ()
         return EngineOutput(text=text, token_ids=(token_id,), logprobs=logprobs, finish=finish)
+
+    def resume(self, resume: Resume) -> EngineOutput:
+        """Make again, in silence, what was made: what is left of it, and its end if that was all."""
+        text, finish, most = "", None, len(resume.token_ids)
+        for index, token_id in enumerate(resume.token_ids):
+            made = self.step()
+            if tuple(made.token_ids) != (token_id,) or (made.finish is not None and index < most - 1):
+                raise _mismatch(f"resume.token_ids[{index}]", f"{token_id} is not what this engine makes there")
+            text += made.text
+            finish = made.finish
+        if not text.startswith(resume.text):
+            raise _mismatch("resume.text", "is not the text of those tokens")
+        return EngineOutput(text=text[len(resume.text) :], finish=finish)
+
+
+def _mismatch(path: str, text: str) -> InvalidRequestError:
+    return InvalidRequestError.field(path, text, reason="RESUME_MISMATCH")
 
 
 def _cut_at_stop(tokens: Iterator[tuple[int, str]], stops: list[str]) -> Iterator[tuple[int, str]]:

@@ -176,6 +176,15 @@ def structured_arguments(wanted: sampling_pb2.StructuredOutput) -> dict[str, Any
     raise InvalidRequestError.field("sampling.structured_output", "must have json_schema, or json_object: true")
 
 
+def end_tokens(*found: int | Sequence[int] | None) -> frozenset[int]:
+    """Tokens that end an answer, as tokenizers and generation configs name them."""
+    ids: set[int] = set()
+    for one in found:
+        if one is not None:
+            ids.update([one] if isinstance(one, int) else one)
+    return frozenset(ids)
+
+
 def token_logprobs(
     token_ids: Sequence[int], steps: Sequence[Mapping[int, Any]] | None, top: int | None
 ) -> list[TokenLogprob]:

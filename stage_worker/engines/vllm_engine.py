@@ -18,7 +18,7 @@ import importlib.metadata
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from omni.v1 import pipeline_pb2, prompt_pb2, types_pb2
@@ -39,7 +39,7 @@ from stage_worker.engine import (
     no_such_control,
     prompt_too_long,
 )
-from stage_worker.engines import transformers_scan, vllm_args, vllm_quick_start
+from stage_worker.engines import transformers_scan, vllm_args, vllm_quick_start, vllm_resume
 from stage_worker.engines.vllm_runner import ProcessRunner, Runner, ThreadRunner
 from stage_worker.models import catalog
 from stage_worker.models.cache import cache_dir
@@ -71,6 +71,7 @@ class VllmEngine:
         self._text = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="vllm-text")
         self._active = 0
         self._max_model_len = 0
+        self._eos_ids: frozenset[int] = frozenset()
         self._max_num_seqs = 0
         self._sampling_class: Any = None
         self._structured_class: Any = None
@@ -95,6 +96,9 @@ class VllmEngine:
         config = engine.vllm_config
         self._tokenizer = engine.get_tokenizer()
         self._max_model_len = config.model_config.max_model_len
+        self._eos_ids = vllm_args.end_tokens(
+            self._tokenizer.eos_token_id, config.model_config.try_get_generation_config().get("eos_token_id")
+        )
         self._max_num_seqs = config.scheduler_config.max_num_seqs
         dtype = str(config.model_config.dtype).removeprefix("torch.")
         log.info("vllm ready", seconds=round(time.monotonic() - began, 1), dtype=dtype, version=self._version)
@@ -108,7 +112,7 @@ class VllmEngine:
                 "dtype": dtype,
                 "max_model_len": str(self._max_model_len),
             },
-            features=frozenset(("logprobs", "structured_output")),
+            features=frozenset(("logprobs", "structured_output", "resume")),
         )
 
     async def execute(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
@@ -119,25 +123,57 @@ class VllmEngine:
             prompt = await _prompt(request)
             loop = asyncio.get_running_loop()
             ids = await loop.run_in_executor(self._text, self._encode, prompt)
-            params = self._sampling(request, self._room(ids))
-            count = 0
-            async with contextlib.aclosing(runner.generate(request.request_id, ids, params)) as outputs:
+            arguments = vllm_args.sampling_arguments(
+                request.sampling, self._sampling_fields, max_new_tokens=self._room(ids)
+            )
+            steps = self._steps if request.resume is None else self._resumed
+            async with contextlib.aclosing(steps(runner, request, ids, arguments)) as outputs:
                 async for output in outputs:
-                    step = output.outputs[0]
-                    count += len(step.token_ids)
-                    finish = None
-                    if output.finished:
-                        finish = Finish(step.finish_reason or "stop", len(ids), count)
-                    logprobs = vllm_args.token_logprobs(step.token_ids, step.logprobs, params.logprobs)
-                    yield EngineOutput(
-                        text=step.text, token_ids=tuple(step.token_ids), logprobs=logprobs, finish=finish
-                    )
+                    yield output
         except OmniError:
             raise
         except self._refusals as error:
             raise InvalidRequestError(f"vLLM refuses the request: {error}") from error
         finally:
             self._active -= 1
+
+    async def _steps(
+        self, runner: Runner, request: EngineRequest, ids: list[int], arguments: dict[str, Any]
+    ) -> AsyncGenerator[EngineOutput, None]:
+        params = self._sampling(request, arguments)
+        count = 0
+        async with contextlib.aclosing(runner.generate(request.request_id, ids, params)) as outputs:
+            async for output in outputs:
+                step = output.outputs[0]
+                count += len(step.token_ids)
+                finish = None
+                if output.finished:
+                    finish = Finish(step.finish_reason or "stop", len(ids), count)
+                logprobs = vllm_args.token_logprobs(step.token_ids, step.logprobs, params.logprobs)
+                yield EngineOutput(text=step.text, token_ids=tuple(step.token_ids), logprobs=logprobs, finish=finish)
+
+    def _resumed(
+        self, runner: Runner, request: EngineRequest, ids: list[int], arguments: dict[str, Any]
+    ) -> AsyncGenerator[EngineOutput, None]:
+        resume = request.resume
+        assert resume is not None
+        if request.sampling.HasField("structured_output"):
+            raise vllm_resume.unsupported("in the middle of a structured output")
+        self._known_tokens(resume.token_ids, "resume.token_ids")
+        plain = {"skip_special_tokens": arguments.get("skip_special_tokens", True)}
+
+        def generate(tokens: Sequence[int], rest: dict[str, Any]) -> AsyncGenerator[Any, None]:
+            return runner.generate(request.request_id, tokens, self._sampling(request, rest))
+
+        return vllm_resume.run(
+            resume,
+            ids,
+            arguments,
+            decode=lambda tokens: str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False, **plain)),
+            ends={*arguments.get("stop_token_ids", ()), *(() if arguments.get("ignore_eos") else self._eos_ids)},
+            thread=self._text,
+            generate=generate,
+        )
 
     async def abort(self, request_id: str) -> bool:
         """End a request now."""
@@ -267,8 +303,7 @@ class VllmEngine:
             raise prompt_too_long(len(ids), self._max_model_len - 1)
         return room
 
-    def _sampling(self, request: EngineRequest, room: int) -> Any:
-        arguments = vllm_args.sampling_arguments(request.sampling, self._sampling_fields, max_new_tokens=room)
+    def _sampling(self, request: EngineRequest, arguments: dict[str, Any]) -> Any:
         try:
             if request.sampling.HasField("structured_output"):
                 structured = vllm_args.structured_arguments(request.sampling.structured_output)

@@ -12,7 +12,7 @@ import pytest
 from omni.v1 import stage_service_pb2 as pb
 from omni.v1 import stage_service_pb2_grpc as pb_grpc
 from omnicore import rpc
-from omnicore.errors import DataLossError, InvalidRequestError, RequestCancelledError
+from omnicore.errors import DataLossError, InvalidRequestError, RequestCancelledError, UnimplementedError
 from stage_worker.chunking import split_sentences
 from stage_worker.engines.sim_content import answer_text, tensor_chunk
 from stage_worker.worker import Worker
@@ -200,4 +200,34 @@ async def test_a_flow_of_a_later_attempt_is_refused() -> None:
         wrong = await one.run(call("r", attempt=1, inputs=[flow_in(workers[0], attempt=2)]))
         assert isinstance(wrong.error, InvalidRequestError)
         assert wrong.error.violations[0].field == "inputs[0].flow.attempt"
+        await nothing_left(workers)
+
+
+@pytest.mark.parametrize("chunk_by", ["STEP", "SENTENCE", "FINAL"])
+async def test_a_resumed_text_brings_the_rest_and_feeds_its_consumers_from_the_beginning(chunk_by: str) -> None:
+    async with three() as (workers, (thinker, one, _)):
+        whole = await thinker.run(call("whole", "hello"))
+        cut = len(whole.events) // 2
+        brought = pb.Resume(text="".join(event.text for event in whole.events[:cut]))
+        for event in whole.events[:cut]:
+            brought.token_ids.extend(event.token_ids)
+        resumed = call("r", "hello", attempt=1, outputs=[flow_out(1, chunk_by)], resume=brought)
+        (text,) = await thinker.begin(resumed)
+        (audio,) = await one.begin(call("r", attempt=1, inputs=[flow_in(workers[0])]))
+        assert (await text.wait()).error is None
+        assert (await audio.wait()).error is None
+        assert brought.text + text.text == whole.text
+        assert text.events[-1].finish == whole.events[-1].finish
+        if chunk_by == "SENTENCE":
+            assert audio.media == tensors(whole.text)
+        elif chunk_by == "FINAL":
+            assert len(audio.media) == CHUNK_BYTES
+        await nothing_left(workers)
+
+
+async def test_an_engine_that_cannot_resume_says_so() -> None:
+    async with talking() as (workers, (talk, _)):
+        done = await talk.run(call("r", "Said aloud.", attempt=1, resume=pb.Resume(token_ids=[1])))
+        assert isinstance(done.error, UnimplementedError)
+        assert done.error.reason == "RESUME_UNSUPPORTED"
         await nothing_left(workers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from omnicore.errors import (
     UnavailableError,
     UnimplementedError,
 )
-from stage_worker.engine import Engine, EngineOutput, EngineRequest, Tokenizing
+from stage_worker.engine import Engine, EngineOutput, EngineRequest, Resume, Tokenizing
 from stage_worker.engines import create_engine, known_engines
 from stage_worker.engines.sim_content import answer_text, payload_digest
 
@@ -334,3 +335,45 @@ async def test_a_picture_follows_all_that_steers_it() -> None:
     assert len(set(made)) == len(made)
     assert made[0][16:24] == bytes((0, 0, 0, 64, 0, 0, 0, 64))
     assert made[-1][16:24] == bytes((0, 0, 0, 32, 0, 0, 0, 16))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"max_tokens": 20},
+        {"max_tokens": 70, "ignore_eos": True},
+        {"stop": ["garden and", "the"]},
+        {"stop_token_ids": [7]},
+        {"seed": 5, "max_tokens": 1},
+    ],
+)
+async def test_an_answer_is_the_same_from_wherever_it_is_resumed(sampling: dict[str, Any]) -> None:
+    async with started(tokens=40) as engine:
+        whole = await run(engine, request(**sampling))
+        for cut in (0, 1, len(whole) // 2, len(whole) - 1, len(whole)):
+            tokens = [token for output in whole[:cut] for token in output.token_ids]
+            for text in (text_of(whole[:cut]), text_of(whole[:cut])[:-1]):
+                resumed = dataclasses.replace(request(**sampling), resume=Resume(tokens, text))
+                rest = await run(engine, resumed)
+                assert text + text_of(rest) == text_of(whole)
+                made = [token for output in (*whole[:cut], *rest) for token in output.token_ids]
+                assert made == [token for output in whole for token in output.token_ids]
+                assert rest[-1].finish == whole[-1].finish
+                assert all(output.finish is None for output in rest[:-1])
+
+
+@pytest.mark.parametrize(
+    ("resume", "message"),
+    [
+        (Resume([3], "x"), r"resume\.token_ids\[0\]: 3 is not what"),
+        (Resume([], "x"), r"resume\.text: is not"),
+    ],
+)
+async def test_tokens_of_another_answer_are_refused(resume: Resume, message: str) -> None:
+    async with started(tokens=4) as engine:
+        with pytest.raises(InvalidRequestError, match=message):
+            await run(engine, dataclasses.replace(request(), resume=resume))
+        tokens = [token for output in await run(engine, request()) for token in output.token_ids]
+        with pytest.raises(InvalidRequestError, match=r"resume\.token_ids\[3\]"):
+            await run(engine, dataclasses.replace(request(), resume=Resume([*tokens, 1], "")))
