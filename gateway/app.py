@@ -77,6 +77,7 @@ class Gateway:
             gateway_id=self.gateway_id,
             max_wait_s=config.route_wait_s,
             hung_after_s=config.hung_after_s,
+            max_held=config.max_held,
             connect=self._security.to_worker,
         )
         self.metrics = GatewayMetrics()

@@ -66,6 +66,8 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
                 if done:
                     return
         finally:
+            if state.replays:
+                context.set_trailing_metadata((("x-omniplane-replays", str(state.replays)),))
             state.abort("the client cancelled the call")
 
     async def Abort(  # noqa: N802 -- the proto's name

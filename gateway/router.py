@@ -52,6 +52,7 @@ class Router:
         gateway_id: str,
         max_wait_s: float = 10.0,
         hung_after_s: float = 3.0,
+        max_held: int = 4096,
         rng: random.Random | None = None,
         clock: Clock = SYSTEM_CLOCK,
         connect: Callable[[str], grpc.aio.Channel] = rpc.channel,
@@ -66,6 +67,7 @@ class Router:
         self._gateway_id = gateway_id
         self._max_wait_s = max_wait_s
         self._hung_after_s = hung_after_s
+        self._max_held = max_held
         self._rng = rng or random.Random()
         self._clock = clock
         self._connect = connect
@@ -300,7 +302,12 @@ class Router:
 
     def _pool(self, key: StageKey) -> StagePool:
         if (pool := self.pools.get(key)) is None:
-            balancer = create_balancer(self._policy, self._rng)
-            pool = self.pools[key] = StagePool(key, balancer, clock=self._clock, distances=self._distances)
+            pool = self.pools[key] = StagePool(
+                key,
+                create_balancer(self._policy, self._rng),
+                clock=self._clock,
+                distances=self._distances,
+                max_waiting=self._max_held,
+            )
             self.sessions_broken.setdefault(key, 0)
         return pool

@@ -145,10 +145,13 @@ class StagePool:
         clock: Clock = SYSTEM_CLOCK,
         distances: Distances | None = None,
         max_sessions: int = MAX_SESSIONS,
+        max_waiting: int = 4096,
     ) -> None:
+        """``max_waiting``: picks that may wait for a replica."""
         self.key = key
         self._distances = distances or Distances()
         self._max_sessions = max_sessions
+        self._max_waiting = max_waiting
         self.slots: dict[ReplicaKey, ReplicaSlot] = {}
         self._balancer = balancer
         self._clock = clock
@@ -156,7 +159,7 @@ class StagePool:
         self._suspect: list[ReplicaSlot] = []
         self._bindings: dict[str, Assignment] = {}
         self._sessions: OrderedDict[str, _SessionBinding] = OrderedDict()
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: dict[asyncio.Future[None], None] = {}  # the longest waiting first
 
     @property
     def policy(self) -> str:
@@ -231,8 +234,9 @@ class StagePool:
     ) -> Assignment:
         """Assign a replica, waiting up to ``max_wait_s`` seconds for a routable one.
 
-        ``strict_session``: the owner of the session, or nobody. Raises ``UnavailableError`` when none became routable
-        in time, and ``FailedPreconditionError`` (SESSION_LOST) when the owner that it must be is gone.
+        Who has waited longest is served first. ``strict_session``: the owner of the session, or nobody. Raises
+        ``UnavailableError`` when none became routable in time, or when too many wait already, and
+        ``FailedPreconditionError`` (SESSION_LOST) when the owner that it must be is gone.
         """
 
         def attempt() -> Assignment | None:
@@ -247,15 +251,23 @@ class StagePool:
 
         if (found := attempt()) is not None:
             return found
+        if max_wait_s > 0 and len(self._waiters) >= self._max_waiting:
+            raise errors.UnavailableError(
+                f"no routable replica for stage {self.key[1]} of {self.key[0]}, and {len(self._waiters)} requests wait"
+                " for one already",
+                reason="HOLD_QUEUE_FULL",
+                metadata={"pipeline": self.key[0], "stage": self.key[1], "waiting": len(self._waiters)},
+                retry_after_s=1.0,
+            )
         loop = asyncio.get_running_loop()
         deadline = loop.time() + max_wait_s
         while (left_s := deadline - loop.time()) > 0:
             waiter = loop.create_future()
-            self._waiters.add(waiter)
+            self._waiters[waiter] = None
             try:
                 await asyncio.wait((waiter,), timeout=left_s)
             finally:
-                self._waiters.discard(waiter)
+                self._waiters.pop(waiter, None)
             if (found := attempt()) is not None:
                 return found
         raise self._nobody(session_id if strict_session else "", len(exclude), max_wait_s)

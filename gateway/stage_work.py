@@ -157,7 +157,7 @@ class StageWork:
         """Replicas are asked to keep what it publishes."""
         self.runs: list[StageRun] = []
         self.old_runs: list[StageRun] = []
-        """Finished calls of earlier attempts, whose replicas may still keep data."""
+        """Ended calls of earlier attempts, whose replicas may still keep data."""
         self.turns: Sequence[Turn[EdgeKey]] = ()
         """At the limited edges into it."""
         self.emitted = Emitted()
@@ -203,9 +203,9 @@ class StageWork:
     def restart(self, move: Move | None) -> None:
         """Its calls are over; it waits for new ones."""
         for run in self.runs:
-            run.abort()
-            if run.finished:
+            if run.ended and self.step.outputs:
                 self.old_runs.append(run)
+            run.abort()
         self.runs = []
         self.finished = False
         self.data_gone = False
@@ -223,7 +223,7 @@ class StageWork:
         for run in self.runs:
             if not run.ended:
                 run.abort()
-            elif run.finished and self.step.outputs and (self.retains or not complete):
+            elif self.step.outputs and (self.retains or (run.finished and not complete)):
                 run.let_go(lazily=complete)
         for run in self.old_runs:
             run.let_go(lazily=complete)

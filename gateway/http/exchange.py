@@ -200,6 +200,8 @@ class Exchange:
         lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
         framing = _CHUNKED if self.http_1_1 else _BY_CLOSE
         count = 2  # with the empty line at the end
+        if replays := getattr(self._on_leave, "replays", 0):  # what stands for several requests has none
+            self.extra_headers += ((b"x-omniplane-replays", b"%d" % replays),)
         for name, value in (*headers, (b"x-request-id", self.request_id), *self.extra_headers):
             if name == b"content-length":
                 framing, self._left_bytes = _BY_LENGTH, int(value)

@@ -321,11 +321,13 @@ async def cluster(
     ttl_s: int = TTL_S,
     etcd: Sequence[EtcdNode] = (),
     etcd_flags: Mapping[str, str] | None = None,
+    gateway_flags: Mapping[str, str] | None = None,
     deploy_yaml: str = DEPLOY,
 ) -> AsyncIterator[Cluster]:
     """All of it, settled, for the length of the block; the logs are printed afterwards.
 
-    ``etcd`` are servers that run already, else one is started; ``etcd_flags`` are further flags of control planes.
+    ``etcd`` are servers that run already, else one is started; ``etcd_flags`` are further flags of control planes,
+    ``gateway_flags`` of gateways.
     """
     async with contextlib.AsyncExitStack() as stack:
         services = Services(directory)
@@ -359,6 +361,7 @@ async def cluster(
             unit = Unit(f"gateway {number}", "gateway", [], [], address)
             unit.flags = ["--control-plane", await up_wires(unit), "--http", http, "--grpc", address]
             unit.flags += ["--balancing-policy", "round-robin", "--drain-timeout-s", "20"]
+            unit.flags += [part for flag in (gateway_flags or {}).items() for part in flag]
             from_clients = await wire(http)
             unit.wires.append(from_clients)
             unit.http = from_clients.address

@@ -35,13 +35,9 @@ async def watch(system: Cluster) -> AsyncIterator[Rounds]:
         yield running
 
 
-def check_lost(requests: Load, since_s: float) -> int:
-    """Only requests that ran when a worker was lost may have failed, and their clients were told why."""
-    for outcome in requests.failed:
-        assert outcome.error == "replica_lost", outcome
-        assert outcome.open_at(since_s), outcome
-        assert outcome.text, "nothing had come yet: it should have been begun again elsewhere"
-    return len(requests.failed)
+def check_none_lost(requests: Load) -> None:
+    """What ran at a worker that was lost went on at the other one."""
+    assert not requests.failed, requests.failed
 
 
 async def kill(system: Cluster, watch: Rounds, victim: Unit) -> float:
@@ -65,7 +61,7 @@ async def test_sigkill_idle(system: Cluster, watch: Rounds) -> None:
 
 
 async def test_sigkill_under_load(system: Cluster, watch: Rounds) -> None:
-    times, cut, count = [], 0, 0
+    times, count = [], 0
     for turn in range(KILLS):
         victim = system.workers[turn % 2]
         async with load(system) as requests:
@@ -73,12 +69,13 @@ async def test_sigkill_under_load(system: Cluster, watch: Rounds) -> None:
             since_s = time.monotonic()
             times.append(await kill(system, watch, victim))
             await eventually(lambda: len(requests.after(since_s)) > 4, "requests go on")  # noqa: B023
-        cut, count = cut + check_lost(requests, since_s), count + len(requests.outcomes)
+        check_none_lost(requests)
+        count += len(requests.outcomes)
         await system.start(victim)
         await system.settled()
     assert statistics.median(times) < UNROUTED_S, times
     assert max(times) < UNROUTED_S * SLOW, times
-    outcome = f"answers that had begun there end with an error at once ({cut} of {count}); all others complete"
+    outcome = f"nothing: answers that had begun there go on elsewhere ({count} requests, 0 failed)"
     record("worker", "SIGKILL", "under load", outcome, unrouted=max(times))
 
 
@@ -125,7 +122,7 @@ async def test_silent(system: Cluster, watch: Rounds, fault: str, loaded: bool) 
         back_s = time.monotonic()
         await system.heal()
         routed_s = await watch.routed(number, back_s)
-    lost = check_lost(requests, since_s)
+    check_none_lost(requests)
     assert unrouted_s < HANG_UNROUTED_S
     assert held_s < KEEPALIVE_S + SLACK_S
     assert (await system.claims(system.control_planes[0]))[number] > epoch
@@ -133,6 +130,6 @@ async def test_silent(system: Cluster, watch: Rounds, fault: str, loaded: bool) 
     if not loaded:
         record("worker", fault, "idle", "nothing", **seconds)
     else:
-        waits = "end with an error at once" if fault == "reset" else "wait, then end with an error"
-        outcome = f"answers that had begun there {waits} ({lost} of {len(requests.outcomes)})"
-        record("worker", fault, "under load", f"{outcome}; all others complete", **seconds, error=held_s)
+        goes = "go on elsewhere at once" if fault == "reset" else "wait, then go on elsewhere"
+        outcome = f"answers that had begun there {goes} ({requests.count()})"
+        record("worker", fault, "under load", outcome, **seconds, held=held_s)

@@ -78,6 +78,7 @@ class ScriptedWorker(stage_service_pb2_grpc.StageServiceServicer):
         self.running: dict[int, asyncio.Task[None]] = {}
         self.sessions: set[asyncio.Queue[stage_service_pb2.SessionResponse]] = set()
         self.answers_aborts = True
+        self._sessions_of: dict[int, asyncio.Queue[stage_service_pb2.SessionResponse]] = {}
         self._awake = asyncio.Event()
         self._awake.set()
         self.endpoint = ""
@@ -147,6 +148,10 @@ class ScriptedWorker(stage_service_pb2_grpc.StageServiceServicer):
             self.sessions.discard(frames)
             for task in tasks:
                 task.cancel()
+            for call_id in [call_id for call_id, of in self._sessions_of.items() if of is frames]:
+                del self._sessions_of[call_id]
+                if (running := self.running.pop(call_id, None)) is not None:
+                    running.cancel()  # as workers do when a session breaks
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _beat(self, interval_s: float, frames: asyncio.Queue[stage_service_pb2.SessionResponse]) -> None:
@@ -174,6 +179,7 @@ class ScriptedWorker(stage_service_pb2_grpc.StageServiceServicer):
                     frames.put_nowait(stage_service_pb2.SessionResponse(events=[end]))
             for call in frame.calls:
                 self.calls.append(call)
+                self._sessions_of[call.call_id] = frames
                 task = asyncio.create_task(self._run(Call(call, self, frames)))
                 self.running[call.call_id] = task
 

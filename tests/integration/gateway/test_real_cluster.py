@@ -31,16 +31,16 @@ async def apply(address: str, deploy_yaml: str) -> str:
 
 
 async def start(
-    services: Services, deploy_yaml: str, replicas: dict[int, int]
+    services: Services, deploy_yaml: str, replicas: dict[int, int], *flags: str
 ) -> tuple[ServiceProcess, list[ServiceProcess], str]:
-    """Control plane, gateway and workers (stage id → how many); returns gateway, workers and the pipeline."""
+    """Control plane, gateway with ``flags`` and workers (stage id → how many); returns gateway, workers, pipeline."""
     control_plane = await services.start(
         "control-plane", "--listen", "127.0.0.1:0", "--etcd", "embedded", "--heartbeat-interval-s", "1.5"
     )  # a busy machine makes nobody suspect
     address = control_plane.ready["address"]
     pipeline = await apply(address, deploy_yaml)
     gateway = services.spawn(
-        "gateway", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--control-plane", address
+        "gateway", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--control-plane", address, *flags
     )  # fmt: skip
     workers = [
         services.spawn(
@@ -164,8 +164,48 @@ async def test_sigkill_before_output_is_not_seen(services: Services, clients: li
 
 
 @pytest.mark.timeout(300)
-async def test_sigkill_after_output_is_a_clean_error(services: Services, clients: list[openai.AsyncOpenAI]) -> None:
-    gateway, workers, pipeline = await start(services, SLOW.replace("TTFT", "10"), {0: 1})
+async def test_sigkill_after_output_is_not_seen(services: Services, clients: list[openai.AsyncOpenAI]) -> None:
+    gateway, workers, pipeline = await start(services, SLOW.replace("TTFT", "10"), {0: 2})
+    client = client_of(gateway, clients)
+    whole = await client.chat.completions.create(model=pipeline, messages=USER)
+    streams = [
+        await client.chat.completions.create(
+            model=pipeline, messages=USER, stream=True, stream_options={"include_usage": True}
+        )
+        for _ in range(4)  # some at each worker
+    ]
+    begun = 0
+
+    async def read(stream: Any) -> tuple[str, list[str], int]:
+        nonlocal begun
+        text, reasons, tokens, seen = "", [], 0, 0
+        async for chunk in stream:
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                reasons += [choice.finish_reason] if choice.finish_reason else []
+                seen += bool(choice.delta.content)
+            if chunk.usage is not None:
+                tokens = chunk.usage.completion_tokens
+            if seen == 3:
+                seen, begun = 4, begun + 1
+                if begun == len(streams):
+                    workers[0].kill()
+        return text, reasons, tokens
+
+    answers = await asyncio.gather(*(read(stream) for stream in streams))
+    assert whole.usage is not None
+    expected = (whole.choices[0].message.content, [whole.choices[0].finish_reason], whole.usage.completion_tokens)
+    assert answers == [expected] * 4
+    found = await metrics(client, gateway)
+    assert found[f'omni_gateway_replays_total{{outcome="done",pipeline="{pipeline}",stage="0"}}'] >= 1
+    await settled(client, gateway)
+
+
+@pytest.mark.timeout(300)
+async def test_the_death_of_the_only_replica_is_a_clean_error(
+    services: Services, clients: list[openai.AsyncOpenAI]
+) -> None:
+    gateway, workers, pipeline = await start(services, SLOW.replace("TTFT", "10"), {0: 1}, "--route-wait-s", "0.5")
     client = client_of(gateway, clients)
     stream = await client.chat.completions.create(model=pipeline, messages=USER, stream=True)
     seen = 0
@@ -177,9 +217,9 @@ async def test_sigkill_after_output_is_a_clean_error(services: Services, clients
             if seen == 3:
                 workers[0].kill()
 
-    with pytest.raises(openai.APIError, match="was lost") as caught:
+    with pytest.raises(openai.APIError, match="no routable replica") as caught:
         await read()
-    assert caught.value.code == "replica_lost"
+    assert caught.value.code == "no_replica"
     assert seen >= 3
     await settled(client, gateway)
     assert gateway.running

@@ -291,3 +291,28 @@ def test_sessions_are_bounded_and_the_one_used_longest_ago_goes() -> None:
         "session",
         "round-robin",
     ]
+
+
+async def test_the_hold_queue_is_bounded_first_come_first_served_and_a_leaver_frees_its_place() -> None:
+    pool = StagePool(("p", 0), create_balancer("round-robin", random.Random(1)), max_waiting=3)
+    order: list[str] = []
+
+    async def ask(name: str) -> None:
+        (await pool.pick(name, max_wait_s=30)).release()
+        order.append(name)
+
+    asking = {name: asyncio.create_task(ask(name)) for name in ("a", "b", "c")}
+    await asyncio.sleep(0)
+    assert pool.waiting == 3
+    with pytest.raises(errors.UnavailableError) as caught:
+        await pool.pick("d", max_wait_s=30)
+    assert caught.value.reason == "HOLD_QUEUE_FULL"
+    asking["b"].cancel()
+    await asyncio.gather(asking["b"], return_exceptions=True)
+    assert pool.waiting == 2
+    asking["e"] = asyncio.create_task(ask("e"))
+    await asyncio.sleep(0)
+    pool.put(view(0))
+    await asyncio.gather(asking["a"], asking["c"], asking["e"])
+    assert order == ["a", "c", "e"]
+    assert pool.waiting == 0
