@@ -56,16 +56,18 @@ class Plan:
     killed_per_s: float = 50.0
     hung_s: float = 45.0
     hung_per_s: float = 20.0
+    after_s: float = 10.0
+    """The load of F1 goes on for so long after the restart."""
     away_s: float = 30.0
 
 
-QUICK = Plan(before_s=1.0, killed_s=2.0, hung_s=5.0, away_s=3.0)
+QUICK = Plan(before_s=1.0, killed_s=2.0, after_s=2.0, hung_s=5.0, away_s=3.0)
 
 
 def _slower_ms(outcomes: Sequence[Outcome], before: Sequence[Outcome]) -> float:
     """How much the slowest good answer took over the median from before the fault."""
     good = [outcome.took_s for outcome in outcomes if not outcome.error]
-    normal_s = statistics.median(outcome.took_s for outcome in before)
+    normal_s = statistics.median([outcome.took_s for outcome in before] or [0.0])
     return (max(good, default=0.0) - normal_s) * 1e3
 
 
@@ -83,7 +85,7 @@ async def our_kill(run_dir: Path, plan: Plan) -> dict[str, Any]:
     async with Cluster(run_dir, TEXT) as cluster, Client(cluster.port, TEXT) as client, Routes(cluster, 0) as routes:
         victim = cluster.of_stage(0)[1]
         begin_s = time.monotonic()
-        load = asyncio.create_task(client.steady(plan.killed_per_s, plan.before_s + plan.killed_s + 10))
+        load = asyncio.create_task(client.steady(plan.killed_per_s, plan.before_s + plan.killed_s + plan.after_s))
         await asyncio.sleep(plan.before_s)
         kill_s, old = time.monotonic(), victim.replica
         cluster.kill(victim)
@@ -99,7 +101,7 @@ async def our_kill(run_dir: Path, plan: Plan) -> dict[str, Any]:
         after = client.between(kill_s, restart_s)
         result = _result(
             client.between(kill_s, float("inf")),
-            slower_ms=_slower_ms(after, client.between(begin_s, kill_s - 1)),
+            slower_ms=_slower_ms(after, client.between(begin_s, kill_s - plan.before_s / 10)),
             unpicked_s=unpicked_s,
             readmitted_s=max(0.0, back_s),
         )
@@ -207,7 +209,9 @@ class Peers:
             await load
             result = _result(
                 client.between(kill_s, restart_s),
-                slower_ms=_slower_ms(client.between(kill_s, restart_s), client.between(begin_s, kill_s - 1)),
+                slower_ms=_slower_ms(
+                    client.between(kill_s, restart_s), client.between(begin_s, kill_s - plan.before_s / 10)
+                ),
             )
             if not self._peer.own_workers:
                 result["readmitted_s"] = min(seen) - restart_s if seen else float("inf")

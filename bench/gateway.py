@@ -10,11 +10,12 @@ stage workers whose engine makes the same tokens (``bench/clock_engine.py``), Dy
   **paced**: the first after 20 ms, then one every 10 ms. At 1, 16 and 64 connections.
 * Tokens carry the clock of the worker: one-way delays need no model of the network.
 * ``foreign`` is what others used of the machine meanwhile, in cores: above 0.2 the rates say little.
+* CPU is user and system time of all its processes, counted in ticks of 10 ms: of one paced stream it is rough.
 * Where a router used less than 85 % of its core although 16 or more clients waited, workers and load are the limit:
   such rates are marked ``~``. CPU per request means the same either way.
 
-``--qps 20,50,100`` adds an open loop: latency at fixed rates of paced streams, for comparison at equal throughput.
-``--processes`` compares two gateway processes on one port with one. ``scripts/bench-peers DIR`` installs the peers.
+An open loop follows (``--qps``): latency of paced streams at a fixed rate, for comparison at equal throughput; then two
+gateway processes on one port against one. ``scripts/bench-peers DIR`` installs the peers; who is not there is named.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
+import statistics
 import sys
 import tempfile
 import time
@@ -35,12 +38,13 @@ from typing import Any
 
 import uvloop
 
-from bench import gateway_report, harness
+from bench import gateway_report, gateway_scaling, harness
 from bench.gateway_ours import TOKENS, Gateway, Ours
 from bench.gateway_peers import PEERS, Peer
-from bench.gateway_processes import ForeignCpu, Process, compiled, free_port, on_cores, tree_cpu_s, tree_mib
+from bench.gateway_processes import ForeignCpu, Process, compiled, free_port, on_cores, tree, tree_cpu_s, tree_mib
 
-BACKSTAGE, STAGE = {0}, {1}
+_CORES = sorted(os.sched_getaffinity(0))
+BACKSTAGE, STAGE = {_CORES[0]}, {_CORES[-1]}
 MODES = ("unary", "burst", "paced")
 CONCURRENCIES = (1, 16, 64)
 _QUIET_CORES = 0.15
@@ -66,12 +70,14 @@ class Target:
     headers: Sequence[str] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """How long it takes."""
 
     seconds: float
+    paced_seconds: float = 2.0
     rounds: int
+    """Of unary and burst; paced streams take longer, so they have one less."""
     concurrencies: Sequence[int] = CONCURRENCIES
     quiet_wait_s: float = 3.0
     """Longest wait for a quiet machine before a measurement."""
@@ -154,7 +160,7 @@ def start_mock(program: Path, run_dir: Path, name: str, *arguments: object, port
 
 async def _start_peer(
     peer: Peer, peers: Path, run_dir: Path, workers: Sequence[int], paced: bool, stack: contextlib.ExitStack
-) -> tuple[Target, list[int]]:
+) -> tuple[Target, list[int]] | None:
     tag, port = "paced" if paced else "fast", free_port()
     pids = []
     if peer.own_workers:
@@ -168,7 +174,12 @@ async def _start_peer(
         process = peer.start(peers, run_dir, port, workers, tag)
     stack.callback(process.stop)
     target = Target(peer.name, port, peer.model, process.pid)
-    await answers(target, process)
+    try:
+        await answers(target, process)
+    except RuntimeError as error:  # a peer that does not run here is no reason to measure none
+        print(f"skipped: {error}", file=sys.stderr)
+        stack.close()
+        return None
     return target, [*pids, process.pid]
 
 
@@ -196,16 +207,44 @@ async def targets(
             found.append(Target("ours", gateway.port, mode, gateway.pid, gateway.headers))
         for name in names:
             if name in PEERS:
-                target, pids = await _start_peer(PEERS[name], peers, run_dir, ports, paced, stack)
-                bench.pids += pids
-                found.append(target)
+                of_peer = stack.enter_context(contextlib.ExitStack())
+                started = await _start_peer(PEERS[name], peers, run_dir, ports, paced, of_peer)
+                if started is not None:
+                    found.append(started[0])
+                    bench.pids += started[1]
         yield found
+
+
+async def measure_processes(
+    bench: Bench, ours: Ours, effort: Effort, services: contextlib.ExitStack
+) -> dict[str, float]:
+    """Unary requests a second of one gateway process, and of two on one port, in turns (bench/gateway_scaling.py)."""
+    await ours.start_model("unary")
+    services.callback(ours.stop_model, "unary")
+    found: dict[int, Target] = {}
+    for processes in (1, 2):
+        gateway = await ours.start_gateway(f"gateway-of-{processes}", "--workers", str(processes))
+        await ours.serves(gateway, ["unary"])
+        found[processes] = Target(f"ours × {processes}", gateway.port, "unary", gateway.pid, gateway.headers)
+    rates: dict[int, list[float]] = {1: [], 2: []}
+    for _ in range(effort.rounds):
+        for processes, target in found.items():
+            with gateway_scaling.quotas(tree(target.pid)):
+                await bench.quiet(effort.quiet_wait_s)
+                row = await bench.measure(target, "unary", 64, effort.seconds)
+                rates[processes].append(row["per_s"])
+    one, two = (statistics.median(rates[processes]) for processes in (1, 2))
+    share = gateway_scaling.SHARE
+    return {"processes_1_per_s": one, "processes_2_per_s": two, "processes_2_over_1_ratio": two / one} | {
+        "processes_share_of_a_core": share
+    }
 
 
 async def measure(
     names: Sequence[str], modes: Sequence[str], effort: Effort, peers: Path, qps: Sequence[float] = ()
-) -> list[dict[str, Any]]:
-    """Rows of single runs: ``mode``, ``target``, ``connections``, ``qps`` and what was counted."""
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Rows of single runs (``mode``, ``target``, ``connections``, ``qps`` and what was counted), and what two processes
+    bring."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="omniplane-bench-") as folder, contextlib.ExitStack() as services:
         run_dir = Path(folder)
@@ -225,13 +264,21 @@ async def measure(
                 cells += [(256, rate) for rate in qps if mode == "paced"]
                 for connections, rate in cells:
                     print(f"{mode}, {rate or connections} …", file=sys.stderr, flush=True)
-                    for round_number in range(effort.rounds):
+                    paced = mode == "paced"
+                    for round_number in range(max(1, effort.rounds - paced)):
                         for target in found:
                             await bench.quiet(effort.quiet_wait_s)
-                            row = await bench.measure(target, mode, connections, effort.seconds, rate)
+                            seconds = effort.paced_seconds if paced else effort.seconds
+                            row = await bench.measure(target, mode, connections, seconds, rate)
                             about = {"mode": mode, "target": target.name, "connections": connections, "qps": rate}
                             rows.append({**about, "round": round_number, **row})
-    return rows
+        scaling: dict[str, float] = {}
+        if "ours" in names and "unary" in modes:
+            if why := gateway_scaling.no_quota():
+                print(f"skipped: two processes on one port: {why}")
+            else:
+                scaling = await measure_processes(bench, ours, effort, services)
+    return rows, scaling
 
 
 def _arguments() -> argparse.Namespace:
@@ -240,9 +287,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="", help=f"targets, comma-separated, of: ours, {', '.join(PEERS)}")
     parser.add_argument("--modes", default=",".join(MODES), help="comma-separated")
     parser.add_argument("--concurrency", default=",".join(map(str, CONCURRENCIES)), help="comma-separated")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of every measurement")
+    parser.add_argument(
+        "--seconds", type=float, default=1.2, help="of every measurement but paced streams, which take 2"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="measurements of every cell, targets in turns")
-    parser.add_argument("--qps", default="", help="rates of an open loop of paced streams, comma-separated")
+    parser.add_argument("--qps", default="50", help="rates of an open loop of paced streams, comma-separated")
     arguments: argparse.Namespace = parser.parse_args()
     return arguments
 
@@ -258,12 +307,13 @@ async def main(arguments: argparse.Namespace) -> None:
         print(f"skipped: {name}: {why}")
     names = [name for name in wanted if name not in skipped]
     concurrencies = [int(number) for number in arguments.concurrency.split(",")]
-    effort = Effort(arguments.seconds, arguments.rounds, concurrencies)
+    effort = Effort(seconds=arguments.seconds, rounds=arguments.rounds, concurrencies=concurrencies)
     if arguments.quick:
-        effort = Effort(0.5, 1, (1, 16), quiet_wait_s=0)
-    qps = [float(rate) for rate in arguments.qps.split(",") if rate]
-    rows = await measure(names, arguments.modes.split(","), effort, peers, qps)
-    figures = gateway_report.figures(rows)
+        few = concurrencies if arguments.only else (1, 16)
+        effort = Effort(seconds=0.4, paced_seconds=0.7, rounds=1, concurrencies=few, quiet_wait_s=0)
+    qps = [float(rate) for rate in arguments.qps.split(",") if rate and not arguments.quick]
+    rows, scaling = await measure(names, arguments.modes.split(","), effort, peers, qps)
+    figures = gateway_report.figures(rows) | scaling
     print(harness.machine_line())
     gateway_report.show(rows, figures)
     partial = bool(arguments.only) or arguments.modes != ",".join(MODES)

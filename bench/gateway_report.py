@@ -142,8 +142,11 @@ def plot(found: dict[str, float], path: Path) -> None:
         bars_of = {
             name.removeprefix(f"{mode}_c{most}_").removesuffix("_cpu_us").replace("_", "-"): value
             for name, value in found.items()
-            if name.startswith(f"{mode}_c{most}_") and name.endswith("_cpu_us") and "_direct_" not in name
+            if name.startswith(f"{mode}_c{most}_") and name.endswith("_cpu_us") and "_direct_" not in name and value
         }
+        if not bars_of:
+            axis.set_axis_off()
+            continue
         colours = ["#4472a8" if name == "ours" else "#b0b0b0" for name in bars_of]
         drawn = axis.barh(list(bars_of), list(bars_of.values()), color=colours)
         axis.bar_label(drawn, fmt="%.0f", padding=2)
