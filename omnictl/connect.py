@@ -29,6 +29,8 @@ from omnicore import errors
 from omnicore.access import Role
 from omnicore.config import split_host_port
 from omnicore.security import Security, SecurityConfig
+from omnicore.token_channel import TokenChannel
+from omnicore.tokens import TokenFile
 from omnictl.settings import Settings
 
 if TYPE_CHECKING:
@@ -167,6 +169,8 @@ async def _first(
     failures: list[str] = []
     for address in addresses:
         channel = security.channel(address, role)
+        if role is Role.GATEWAY and settings.api_key_file:
+            channel = TokenChannel(channel, TokenFile("--api-key-file", settings.api_key_file))
         try:
             if (failure := await _connect(channel, address, settings, role)) is None:
                 yield channel, address

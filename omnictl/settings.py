@@ -41,6 +41,8 @@ class Settings:
     """TLS files, and whether plaintext may leave this machine."""
     token_file: str = ""
     """File with the token that calls to control planes carry; empty: none."""
+    api_key_file: str = ""
+    """File with the API key that calls to gateways carry; empty: none."""
 
     def require_server(self) -> tuple[str, ...]:
         """The control planes; raises with what to do if none is known."""
@@ -93,6 +95,7 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
         stale_context=found is not None and live is None,
         security=_security(args, environ, live),
         token_file=_token_file(args, environ, live),
+        api_key_file=getattr(args, "api_key_file", None) or environ.get(variable("api_key_file"), ""),
     )
 
 

@@ -33,8 +33,8 @@ from omnicore.tasks import together
 _log = get_logger(__name__)
 
 _READY_S = 60.0  # bounds a start that hangs; a machine may be busy with other things
-# After its requests, a gateway still closes what it has.
-_AFTER_DRAIN_S = 10.0
+# After its requests, a gateway still closes what it has. Less than what launchers give us for the same.
+_AFTER_DRAIN_S = 7.0
 # A process that keeps dying is tried again after so long, then ever more seldom.
 _CRASH_LOOP_DELAY_S = 10.0
 # What is the parent's own, and what the supervisor gives each child.

@@ -89,6 +89,7 @@ def _add_global_flags(parser: Parser, default: Any, *, shown: bool = True) -> No
     add("--tls-key", "FILE", "PEM of its private key [OMNICTL_TLS_KEY]")
     add("--tls-domain", "DOMAIN", "of the names in certificates (default omniplane.internal) [OMNICTL_TLS_DOMAIN]")
     add("--token-file", "FILE", "file with an administrator's token [OMNICTL_TOKEN_FILE]")
+    add("--api-key-file", "FILE", "file with the API key for gateways that want one [OMNICTL_API_KEY_FILE]")
     flags.add_argument(
         "--insecure",
         action="store_true",

@@ -159,6 +159,8 @@ class ServeConfig(EngineFlags, ProcessConfig, SecurityConfig):
     grpc_port: int = option(0, help="port of the gateway's gRPC side, at --host; 0 takes any free one", check=_port)
     etcd: tuple[str, ...] = option((), help="use this etcd instead of a private one (ours)", check=_endpoints)
     data_dir: str = option("", help="keep the private etcd's data there, over restarts (ours)")
+    gateway_workers: int = option(1, help="gateway processes on the same ports (ours)", check=within(1, 256))
+    api_keys: str = option("", help="file of the API keys that callers of the gateway need one of (ours)")
     ssl_certfile: str = option("", help="PEM file of the certificate that makes the HTTP API HTTPS")
     ssl_keyfile: str = option("", help="PEM file of its private key")
     registration_token_file: str = option(
@@ -251,6 +253,8 @@ class ServeConfig(EngineFlags, ProcessConfig, SecurityConfig):
         yield "--omni-heartbeat-timeout", self.omni_heartbeat_timeout != DEFAULT_HEARTBEAT_TIMEOUT_S
         yield "--deploy-config", bool(self.deploy_file)
         yield "--host, --port", (self.host, self.port) != ("127.0.0.1", 8000)
+        yield "--gateway-workers", self.gateway_workers != 1
+        yield "--api-keys", bool(self.api_keys)
         yield "--async-chunk", self.async_chunk is not None
         yield "--etcd", bool(self.etcd)
 

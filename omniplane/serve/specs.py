@@ -82,6 +82,8 @@ def gateway(config: ServeConfig, control_plane_address: str) -> Spec:
             *("--balancing-policy", config.omni_lb_policy),
             *("--drain-timeout-s", f"{config.drain_timeout:g}"),
             "--wait-for-planned-replicas",
+            *("--workers", str(config.gateway_workers)),
+            *_file("--api-keys", config.api_keys),
             *_file("--http-tls-cert", config.ssl_certfile),
             *_file("--http-tls-key", config.ssl_keyfile),
             *security_flags(config, Role.GATEWAY),

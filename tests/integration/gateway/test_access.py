@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,8 +13,9 @@ import openai
 import pytest
 
 from omni.v1 import inference_service_pb2, inference_service_pb2_grpc
-from omnicore import api_keys, rpc
+from omnicore import api_keys, errors, rpc
 from omnicore.api_keys import ApiKey, KeyRole
+from omnictl.cli import main as omnictl
 from tests.integration.gateway.conftest import USER, Stand, running_stand
 from tests.integration.gateway.scripts import tokens
 from tests.support.pipelines import text_pipeline
@@ -93,7 +95,7 @@ async def test_keys_roles_and_the_audit_log_over_http(
     assert not any(key in text for key in (CLIENT, READER, ADMIN))
 
 
-async def test_the_same_keys_over_grpc(guarded: Stand, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_same_keys_over_grpc(guarded: Stand, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with rpc.channel(guarded.addresses["grpc"]) as channel:
         stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
@@ -122,6 +124,14 @@ async def test_the_same_keys_over_grpc(guarded: Stand, caplog: pytest.LogCapture
             await channelz(b"", metadata=(("x-api-key", CLIENT),))
         assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
         await channelz(b"", metadata=(("x-api-key", ADMIN),))
+
+    # omnictl sends the key that a file holds.
+    key_file = tmp_path / "own.key"
+    key_file.write_text(READER)
+    words = ["request", "get", "unknown", "--gateway", guarded.addresses["grpc"]]
+    assert await asyncio.to_thread(omnictl, words) == errors.UnauthenticatedError.row.exit_code
+    words += ["--api-key-file", str(key_file)]
+    assert await asyncio.to_thread(omnictl, words) == errors.NotFoundError.row.exit_code
 
     def audited() -> list[dict[str, Any]]:
         return [r.__dict__["fields"] for r in caplog.records if r.getMessage() == "audit"]

@@ -190,3 +190,14 @@ def test_help_has_the_older_flags(capsys: pytest.CaptureFixture[str]) -> None:
 def test_host_and_port_are_where_the_gateway_listens(host: str, listens: str) -> None:
     arguments = specs.gateway(_config(*PLAIN, "--host", host, "--port", "8123"), "127.0.0.1:9000").arguments
     assert arguments[arguments.index("--http") + 1] == listens
+
+
+def test_a_gateway_of_several_processes_that_asks_for_keys() -> None:
+    flags = ("--gateway-workers", "3", "--api-keys", "keys.jsonl")
+    arguments = specs.gateway(_config(*PLAIN, *flags), "127.0.0.1:7700").arguments
+    assert arguments[arguments.index("--workers") + 1] == "3"
+    assert arguments[arguments.index("--api-keys") + 1] == "keys.jsonl"
+    assert "--api-keys" not in specs.gateway(_config(*PLAIN), "127.0.0.1:7700").arguments
+    told = "".join(text for _, text in _config(*HEADLESS, *flags).notes())
+    assert "--gateway-workers" in told
+    assert "--api-keys" in told
