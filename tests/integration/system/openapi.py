@@ -9,6 +9,7 @@ from typing import Any
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.checks import load_all_checks
+from schemathesis.core.result import Ok
 
 # Documented, and no fault: nothing routable, stopped, not offered, too slow for the timeout that was asked for.
 EXPECTED_5XX = {501, 503, 504}
@@ -18,6 +19,7 @@ def operations(url: str, left_out: Callable[[str, str], bool]) -> Iterator[Any]:
     """Every operation of the document at ``url`` but for those that ``left_out(verb, path)`` names."""
     schema = schemathesis.openapi.from_url(url, timeout=30)
     for result in schema.get_all_operations():
+        assert isinstance(result, Ok), result
         operation = result.ok()
         if not left_out(operation.method.upper(), operation.path):
             yield operation

@@ -162,7 +162,7 @@ def test_rest_example(system: System) -> None:
 
 def test_reflection_example(system: System) -> None:
     def reflect(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, CLIENTS / "reflect.py", system.grpc, *arguments]
+        command = [sys.executable, str(CLIENTS / "reflect.py"), system.grpc, *arguments]
         # Away from the generated code, which this client does without.
         return subprocess.run(command, capture_output=True, text=True, timeout=50, cwd="/", check=False)
 
