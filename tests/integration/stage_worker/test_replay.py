@@ -4,11 +4,16 @@ give it to whoever takes the lost one's place; in the end nothing is left."""
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import zlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
+from google.protobuf import json_format
 
+from omni.v1 import pipeline_pb2, types_pb2
 from omni.v1 import stage_service_pb2 as pb
 from omni.v1 import stage_service_pb2_grpc as pb_grpc
 from omnicore import rpc
@@ -27,7 +32,7 @@ from tests.integration.stage_worker.cluster import (
     pipeline,
     sessions,
 )
-from tests.support.processes import wait_until
+from tests.support.processes import ServiceProcess, wait_until
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -230,4 +235,49 @@ async def test_an_engine_that_cannot_resume_says_so() -> None:
         done = await talk.run(call("r", "Said aloud.", attempt=1, resume=pb.Resume(token_ids=[1])))
         assert isinstance(done.error, UnimplementedError)
         assert done.error.reason == "RESUME_UNSUPPORTED"
+        await nothing_left(workers)
+
+
+@contextlib.asynccontextmanager
+async def elsewhere(directory: Path, stage_id: int, plan: pipeline_pb2.Pipeline) -> AsyncIterator[ServiceProcess]:
+    """A worker in a process of its own."""
+    log_path, ready_path = directory / "worker.log", directory / "worker.ready"
+    module = "tests.integration.stage_worker.lone_worker"
+    arguments = [sys.executable, "-m", module, str(ready_path), str(stage_id), json_format.MessageToJson(plan)]
+    with log_path.open("wb") as log, subprocess.Popen(arguments, stdout=log, stderr=log) as process:
+        worker = ServiceProcess("lone worker", process, log_path, ready_path)
+        try:
+            await worker.wait_ready()
+            yield worker
+        finally:
+            worker.kill()
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+async def test_a_flow_is_read_whole_after_its_consumer_was(how: str, tmp_path: Path) -> None:
+    """By a process that was killed in the middle of it, or that stands still and holds its stream open."""
+    hangs = pipeline({}, {}, {"hang_after_tokens": 3})
+    async with talking() as (workers, (talk, speak)), elsewhere(tmp_path, 2, hangs) as process:
+        said = " ".join(f"This is sentence number {i} of many." for i in range(30))
+        (made,) = await talk.begin(call("r", said, emit=False, outputs=[flow_out(2, retain=True)]))
+        async with rpc.channel(process.ready["endpoint"]) as channel:
+            stub = pb_grpc.StageServiceStub(channel)
+            replica = json_format.ParseDict(process.ready["replica"], types_pb2.ReplicaRef())
+            running = stub.Execute(pb.ExecuteRequest(replica=replica, call=call("r", inputs=[flow_in(workers[0])])))
+            begun = await running.read()
+            assert isinstance(begun, pb.ExecuteResponse)
+            assert begun.events[0].media
+            if how == "killed":
+                process.kill()
+            else:
+                process.freeze()
+            (audio,) = await speak.begin(call("r", attempt=1, inputs=[flow_in(workers[0], attempt=0)]))
+            assert (await made.wait()).error is None
+            assert (await audio.wait()).error is None
+            whole = await speak.run(call("r", attempt=2, inputs=[flow_in(workers[0], attempt=0)]))
+            assert audio.media == whole.media
+            assert len(audio.media) == 30 * 2 * round(0.01 * 24_000)
+            running.cancel()
+        await talk.abort(1)
+        process.kill()
         await nothing_left(workers)
