@@ -15,7 +15,8 @@ Ours alone, since no peer has stages, or a control plane, or restarts that it st
 * **F5** the control plane is killed for 30 s under 20 requests a second, then a worker is killed and started again.
 * **F6** ``omnictl restart`` of every replica of the speech pipeline under streams of text and audio.
 
-After every case of ours all gauges of requests, calls, bindings and handles must be zero.
+What is measured replaces the same rows of earlier runs in ``bench/results/faults.json`` and ``docs/faults.md``, so the
+table may be made in parts. After every case of ours all gauges of requests, calls, bindings and handles must be zero.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import json
 import statistics
 import tempfile
 import time
@@ -35,11 +37,11 @@ import uvloop
 from bench import faults_speech, harness
 from bench.faults_load import Client, Outcome, count_errors, difference
 from bench.faults_ours import TEXT, Cluster, Routes, until
-from bench.faults_peers import DynamoMigrating, PeerCluster, expected_stream
-from bench.gateway_peers import PEERS
+from bench.faults_peers import PEERS, PeerCluster, expected_stream
 from bench.gateway_processes import compiled
 
 CASES = ("F1", "F2", "F3", "F4", "F5", "F6")
+KNOWN = ("ours", *PEERS)
 STREAMS = 16
 STREAM_TTFT_MS, STREAM_ITL_MS = 20, 20
 KILL_STREAMS_AFTER_S = 0.6
@@ -179,7 +181,7 @@ class Peers:
     """F1 to F3 for one router."""
 
     def __init__(self, name: str, peers: Path, mock: Path) -> None:
-        self._peer = DynamoMigrating() if name == DynamoMigrating.name else PEERS[name]
+        self._peer = PEERS[name]
         self._peers, self._mock = peers, mock
 
     def _cluster(self, run_dir: Path, **delays: float) -> PeerCluster:
@@ -235,16 +237,18 @@ class Peers:
         """F3."""
         delays = {"ttft_ms": STREAM_TTFT_MS, "itl_ms": STREAM_ITL_MS}
         async with self._cluster(run_dir, **delays) as cluster, Client(cluster.port, "mock", timeout_s=20) as client:
-            normal_s = (await client.ask(stream=True)).took_s
+            normal = await client.ask(stream=True)
+            if not self._peer.own_workers and normal.text != expected_stream():
+                raise RuntimeError(f"an undisturbed stream said {normal.text!r}")
             running = asyncio.gather(*(client.ask(stream=True) for _ in range(STREAMS)))
             await asyncio.sleep(KILL_STREAMS_AFTER_S)
             cluster.kill()
             found = await running
-            if self._peer.own_workers:  # its tokens are of a vocabulary
-                exact = sum(not outcome.error and outcome.events == 64 for outcome in found)
-            else:
-                exact = sum(not outcome.error and outcome.text == expected_stream() for outcome in found)
-            slower_ms = (max(outcome.took_s for outcome in found) - normal_s) * 1e3
+            for outcome in found:
+                if not outcome.error and outcome.text != normal.text:
+                    outcome.error = difference(outcome.text, normal.text)
+            exact = sum(not outcome.error for outcome in found)
+            slower_ms = (max(outcome.took_s for outcome in found) - normal.took_s) * 1e3
             return _result(found, exact=exact, slower_ms=slower_ms)
 
 
@@ -280,70 +284,81 @@ async def measure(names: Sequence[str], cases: Sequence[str], plan: Plan, peers:
     return rows
 
 
-_FORMS = {"slower_ms": "{:.0f}", "unpicked_s": "{:.2f}", "readmitted_s": "{:.2f}"}
+_COLUMNS = ("case", "router", "requests", "failed", "exact", "slower, ms", "unpicked, s", "readmitted, s", "left over")
+_FIELDS = ("requests", "failed", "exact", "slower_ms", "unpicked_s", "readmitted_s", "leftovers")
+_PARTS = ("F1", "F2", "F3", *(f"F4 {part}" for part in faults_speech.PARTS), "F5", "F6")
+Figures = dict[str, float | int | str]
 
 
-def _show(rows: Sequence[dict[str, Any]]) -> None:
-    columns = [
-        "case",
-        "router",
-        "requests",
-        "failed",
-        "exact",
-        "slower, ms",
-        "unpicked, s",
-        "readmitted, s",
-        "left over",
-    ]
+def _prefix(case: str, router: str) -> str:
+    return f"{case}_{router}".replace(" ", "_").replace("-", "_")
 
-    def cell(row: dict[str, Any], key: str, form: str) -> str:
-        return form.format(row[key]) if key in row else "–"
 
-    lines = [
-        [
-            *(row["case"], row["router"], row["requests"], row["failed"], cell(row, "exact", "{}")),
-            *(cell(row, name, form) for name, form in _FORMS.items()),
-            str(len(row["leftovers"])) if "leftovers" in row else "–",
-        ]
-        for row in rows
-    ]
-    harness.report("faults", "what clients saw", columns, lines)
+def _figures(rows: Sequence[dict[str, Any]]) -> Figures:
+    """Flat figures of rows."""
+    found: Figures = {}
     for row in rows:
-        if row["errors"] or row.get("leftovers"):
-            print(f"{row['case']} {row['router']}: {row['errors']} {row.get('leftovers') or ''}")
-
-
-def _figures(rows: Sequence[dict[str, Any]]) -> dict[str, float | int | str]:
-    found: dict[str, float | int | str] = {}
-    for row in rows:
-        prefix = f"{row['case']}_{row['router']}".replace(" ", "_").replace("-", "_")
         for name, value in row.items():
             if name == "leftovers":
-                found[f"{prefix}_leftovers"] = len(value)
-            elif name not in ("case", "router"):
-                found[f"{prefix}_{name}"] = "never" if value == float("inf") else value
+                value = len(value)
+            if name not in ("case", "router"):
+                found[f"{_prefix(row['case'], row['router'])}_{name}"] = "never" if value == float("inf") else value
     return found
+
+
+def _lines(found: Figures) -> list[list[object]]:
+    """The table of flat figures."""
+    lines: list[list[object]] = []
+    for case in _PARTS:
+        for router in KNOWN:
+            values = [found.get(f"{_prefix(case, router)}_{name}", "–") for name in _FIELDS]
+            if values[0] != "–":
+                lines.append([case, router, *(float(f"{v:.2g}") if isinstance(v, float) else v for v in values)])
+    return lines
+
+
+def _kept(quick: bool) -> Figures:
+    """Figures of earlier runs of other parts, on this machine."""
+    path = harness.RESULTS / f"faults{'.quick' if quick else ''}.json"
+    if not path.exists():
+        return {}
+    found: Figures = json.loads(path.read_text())
+    found.pop("machine")
+    return found
+
+
+def _keep(rows: Sequence[dict[str, Any]], quick: bool) -> None:
+    """Put what was measured in the place of what was measured before, and write the table."""
+    found = _kept(quick)
+    for row in rows:
+        prefix = f"{_prefix(row['case'], row['router'])}_"
+        found = {name: value for name, value in found.items() if not name.startswith(prefix)}
+    found |= _figures(rows)
+    print(f"wrote {harness.store('faults', found, quick)}")
+    if not quick:
+        lines = [f"{harness.machine_line()}.", "", *harness.markdown(_COLUMNS, _lines(found))]
+        harness.write_table(harness.DOCS / "faults.md", "faults", lines)
 
 
 async def main(arguments: argparse.Namespace) -> int:
     """Measure, print, store."""
-    known = ("ours", *PEERS, DynamoMigrating.name)
-    wanted = [name for name in arguments.only.split(",") if name] or list(known)
-    if unknown := set(wanted) - set(known):
-        raise SystemExit(f"--only: unknown {sorted(unknown)}; known: {', '.join(known)}")
+    wanted = [name for name in arguments.only.split(",") if name] or list(KNOWN)
+    if unknown := set(wanted) - set(KNOWN):
+        raise SystemExit(f"--only: unknown {sorted(unknown)}; known: {', '.join(KNOWN)}")
     peers = arguments.peers.resolve()
     names = []
     for name in wanted:
-        peer = DynamoMigrating() if name == DynamoMigrating.name else PEERS.get(name)
-        if why := peer.missing(peers) if peer is not None else "":
+        if why := PEERS[name].missing(peers) if name in PEERS else "":
             print(f"skipped: {name}: {why}")
         else:
             names.append(name)
     rows = await measure(names, arguments.cases.split(","), QUICK if arguments.quick else Plan(), peers)
     print(harness.machine_line())
-    _show(rows)
-    if not arguments.only and arguments.cases == ",".join(CASES):
-        print(f"wrote {harness.store('faults', _figures(rows), arguments.quick)}")
+    harness.report("faults", "what clients saw", _COLUMNS, _lines(_figures(rows)))
+    for row in rows:
+        if row["errors"] or row.get("leftovers"):
+            print(f"{row['case']} {row['router']}: {row['errors']} {row.get('leftovers') or ''}")
+    _keep(rows, arguments.quick)
     ours = [row for row in rows if row["router"] == "ours"]
     return 1 if any(row["failed"] or row.get("leftovers") for row in ours) else 0
 

@@ -8,18 +8,32 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench import gateway_peers
 from bench.faults_load import Client
 from bench.gateway_peers import Dynamo, Peer
 from bench.gateway_processes import Process, free_port
+from bench.harness import Service
 
 TOKENS = 64
 
 
-class DynamoMigrating(Dynamo):
-    """Dynamo as it does best: etcd, and streams that migrate. Needs etcd on ``PATH``."""
+class DynamoOverEtcd(Dynamo):
+    """Dynamo with the discovery that notices who has died."""
+
+    discovery = "etcd"
+
+
+class DynamoMigrating(DynamoOverEtcd):
+    """Dynamo as it does best: streams migrate."""
 
     name = "dynamo-migrating"
     flags = ("--migration-limit", "3")
+
+
+PEERS: dict[str, Peer] = {
+    **gateway_peers.PEERS,
+    **{peer.name: peer for peer in (DynamoOverEtcd(), DynamoMigrating())},
+}
 
 
 class PeerCluster:
@@ -54,6 +68,13 @@ class PeerCluster:
 
     async def __aenter__(self) -> PeerCluster:
         self._run_dir.mkdir(parents=True, exist_ok=True)
+        if isinstance(self._peer, DynamoOverEtcd):
+            flags = ("--data-dir", str(self._run_dir / "etcd"), "--client-listen", "127.0.0.1:0")
+            etcd = Service.ours("etcd", "etcd", self._run_dir, *flags)
+            self._stack.callback(etcd.stop)
+            endpoints = (await etcd.ready())["endpoints"]
+            assert isinstance(endpoints, list)
+            self._peer.etcd = str(endpoints[-1])
         self._ports = [free_port(), free_port()]
         self.workers = [self._start_worker(number) for number in range(2)]
         self.port = free_port()

@@ -18,6 +18,8 @@ _TTFT_MS, _ITL_MS = 20, 10
 _PATIENCE_S = 60.0
 _RESTART_S = 120.0
 _NAMES = {1: "talker", 2: "code2wav"}
+PARTS = tuple(f"{name} {how}" for name in _NAMES.values() for how in ("killed", "hung"))
+"""Of F4."""
 
 
 async def _speak(client: Client) -> list[Outcome]:

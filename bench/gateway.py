@@ -321,6 +321,9 @@ async def main(arguments: argparse.Namespace) -> None:
         about = {f"version_{name}": PEERS[name].version for name in names if name in PEERS}
         path = harness.store("gateway", {**figures, **about}, arguments.quick)
         gateway_report.plot(figures, path.with_suffix(".png"))
+        if not arguments.quick:
+            tables = gateway_report.markdown(figures, ["direct", *names], harness.machine_line())
+            harness.write_table(harness.DOCS / "performance.md", "gateway", tables)
         print(f"wrote {path} and its plot")
 
 

@@ -23,9 +23,11 @@ async def main(ttft_s: float, itl_s: float, tokens: int, model_dir: Path, discov
     utils = importlib.import_module("dynamo.common.utils.runtime")
 
     async def generate(request: Any, context: Any = None) -> AsyncIterator[dict[str, Any]]:
+        # A stream that migrated asks for the rest: the tokens that are still missing, after those that it had.
+        missing = min(tokens, (request.get("stop_conditions") or {}).get("max_tokens") or tokens)
         await asyncio.sleep(ttft_s)
-        for index in range(tokens):
-            if index and itl_s:
+        for index in range(tokens - missing, tokens):
+            if index > tokens - missing and itl_s:
                 await asyncio.sleep(itl_s)
             token: dict[str, Any] = {"token_ids": [_FIRST_TOKEN_ID + index]}
             if index == tokens - 1:

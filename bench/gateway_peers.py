@@ -138,6 +138,8 @@ class Dynamo(Peer):
     own_workers = True
     flags: Sequence[str] = ()
     discovery = "file"
+    etcd = ""
+    """host:port of etcd, for the discovery that finds the dead."""
 
     def program(self, peers: Path) -> Path:
         return peers / "dynamo" / "bin" / "python"
@@ -158,6 +160,7 @@ class Dynamo(Peer):
             "DYN_LOG": "warn",
             "DYN_SYSTEM_PORT": "-1",
             "HF_HUB_OFFLINE": "1",
+            "ETCD_ENDPOINTS": f"http://{self.etcd}",
         }
 
     def start_worker(

@@ -52,6 +52,7 @@ def figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     for (mode, connections, qps, target), runs in _cells(rows).items():
         prefix = key(mode, connections, qps, target)
         found |= {f"{prefix}_{name}": value for name, value in _cell(runs).items()}
+    found["foreign_cores_p50"] = statistics.median(row["foreign_cores"] for row in rows)
     for about in [name for name in found if name.endswith("_cpu_us") and "_ours_" in name]:
         for base in ("vllm_router", "nginx"):
             other = found.get(about.replace("_ours_", f"_{base}_"))
@@ -121,6 +122,29 @@ def bars(found: dict[str, float]) -> list[tuple[str, str, str, str]]:
     bar("burst c=1: stream p99, ms (no 40 ms stall)", found.get("burst_c1_ours_total_ms_p99"), 40.0, "{:.1f}")
     bar("two processes / one, rate", found.get("processes_2_over_1_ratio"), 1.8, least=True)
     return lines
+
+
+def markdown(found: dict[str, float], names: Sequence[str], machine: str) -> list[str]:
+    """The tables for docs/performance.md: CPU, rate and latency of every target, then the bars."""
+    lines = [f"{machine}; others used {found['foreign_cores_p50']:.2f} cores meanwhile.", ""]
+
+    def cell(name: str, form: str, *keys: str) -> str:
+        values = [found.get(f"{name}_{key}") for key in keys]
+        return " / ".join("–" if value is None else form.format(value) for value in values)
+
+    columns = ["", "CPU µs, c=1", "c=16", "c=64", "per second, c=1", "c=16", "c=64", "p50 / p99 ms, c=1", "c=64"]
+    for mode in _MODES:
+        rows = []
+        for name in names:
+            prefixes = [key(mode, connections, 0, name) for connections in (1, 16, 64)]
+            cpu = ["–" if name == "direct" else cell(prefix, "{:,.0f}", "cpu_us") for prefix in prefixes]
+            rate = [cell(prefix, "{:,.0f}", "per_s") for prefix in prefixes]
+            what = "ttft" if mode == "paced" else "total"
+            times = [cell(prefix, "{:.3g}", f"{what}_ms_p50", f"{what}_ms_p99") for prefix in prefixes[::2]]
+            rows.append([name, *cpu, *rate, *times])
+        title = f"**{mode}**" + (" (times: TTFT)" if mode == "paced" else "")
+        lines += [title, "", *harness.markdown(columns, rows), ""]
+    return [*lines, *harness.markdown(["bar", "measured", "wanted", ""], bars(found))]
 
 
 _MODES = {"unary": "unary, µs", "burst": "burst of 64 tokens, µs", "paced": "64 tokens at 10 ms, µs"}

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
+DOCS = Path(__file__).parents[1] / "docs"
 _CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _LINE_BYTES = 1 << 26  # what helpers say of 10,000 replicas in one line
 
@@ -209,6 +210,22 @@ def report(name: str, title: str, columns: Sequence[str], rows: Sequence[Sequenc
     for row in rows:
         table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row))
     Console(width=120).print(table)
+
+
+def write_table(page: Path, name: str, lines: Sequence[str]) -> None:
+    """Put Markdown between the marks of ``python -m bench.NAME`` in a page of the documentation."""
+    text = page.read_text()
+    begin = f"<!-- table: python -m bench.{name} -->\n"
+    before, rest = text.split(begin)
+    _, after = rest.split("<!-- end of table -->", 1)
+    page.write_text(before + begin + "\n".join(lines) + "\n<!-- end of table -->" + after)
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """The lines of a table in Markdown."""
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    cells = [[f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    return [*lines, *(f"| {' | '.join(row)} |" for row in cells)]
 
 
 def store(name: str, figures: Mapping[str, float | int | str], quick: bool, folder: Path = RESULTS) -> Path:

@@ -109,37 +109,38 @@ async def _cell(cluster: Cluster, client: Client, concurrency: int, seconds: flo
     }
 
 
-async def measure_table(concurrencies: Sequence[int], seconds: float, rounds: int) -> dict[str, float]:
-    """Flat figures of every configuration and concurrency: medians over rounds, in which configurations take turns."""
-    kept: dict[str, list[float]] = {}
+async def measure_table(
+    concurrencies: Sequence[int], seconds: float, configs: Sequence[str] = tuple(CONFIGS)
+) -> dict[str, float]:
+    """Flat figures of every configuration and concurrency; configurations take turns."""
+    figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="omniplane-bench-") as folder:
-        async with _Both(Path(folder)) as both:
-            for _ in range(rounds):
-                for concurrency in concurrencies:
-                    for config, (cluster, client) in both.items():
-                        for name, value in (await _cell(cluster, client, concurrency, seconds)).items():
-                            kept.setdefault(f"{config}_c{concurrency}_{name}", []).append(value)
-    figures = {name: statistics.median(values) for name, values in kept.items()}
+        async with _Both(Path(folder), configs) as both:
+            for concurrency in concurrencies:
+                for config, (cluster, client) in both.items():
+                    found = await _cell(cluster, client, concurrency, seconds)
+                    found["requests_per_s_per_device"] = found["requests_per_s"] / DEVICES[config]
+                    figures |= {f"{config}_c{concurrency}_{name}": value for name, value in found.items()}
+    if len(configs) < len(CONFIGS):
+        return figures
     for concurrency in concurrencies:
-        single, double = (figures[f"{config}_c{concurrency}_requests_per_s"] for config in CONFIGS)
-        figures[f"c{concurrency}_speed_up"] = double / single
-        for config, devices in DEVICES.items():
-            prefix = f"{config}_c{concurrency}"
-            figures[f"{prefix}_requests_per_s_per_device"] = figures[f"{prefix}_requests_per_s"] / devices
-        first, second = (figures[f"{config}_c{concurrency}_ttft_ms_p50"] for config in CONFIGS)
-        figures[f"c{concurrency}_ttft_ratio"] = second / first
+        for ratio, name in (("speed_up", "requests_per_s"), ("ttft_ratio", "ttft_ms_p50")):
+            one, two = (figures[f"{config}_c{concurrency}_{name}"] for config in CONFIGS)
+            figures[f"c{concurrency}_{ratio}"] = two / one
     return figures
 
 
 class _Both(dict[str, tuple[Cluster, Client]]):
     """A cluster of each configuration; the one that has no requests costs its beats. Use as ``async with``."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, configs: Sequence[str]) -> None:
         super().__init__()
         self._folder = folder
+        self._configs = configs
 
     async def __aenter__(self) -> _Both:
-        for config, replicas in CONFIGS.items():
+        for config in self._configs:
+            replicas = CONFIGS[config]
             deploy = _DEPLOY.format(replicas=replicas[1], tokens=TOKENS)
             cluster = Cluster(self._folder / config, NAME, deploy=deploy, replicas=replicas)
             await cluster.__aenter__()
@@ -153,46 +154,64 @@ class _Both(dict[str, tuple[Cluster, Client]]):
             await cluster.__aexit__(*error)
 
 
-def _show(figures: dict[str, float], concurrencies: Sequence[int]) -> None:
-    columns = ["at a time", "req/s", "TTFT p50/p99", "TPOT", "1st audio", "audio s/s", "sent./s", "chunks/s", "/device"]
-    for config, replicas in CONFIGS.items():
-        rows = []
-        for concurrency in concurrencies:
-            of = {name: figures[f"{config}_c{concurrency}_{name}"] for name in _COLUMNS}
-            ttft = f"{of['ttft_ms_p50']:.0f}/{of['ttft_ms_p99']:.0f}"
-            times = (ttft, of["tpot_ms"], f"{of['first_audio_ms_p50']:.0f}")
-            rows.append([str(concurrency), of["requests_per_s"], *times, *(of[name] for name in _COLUMNS[5:])])
-        title = f"{config}: talker and code2wav × {replicas[1]}, {DEVICES[config]} devices; times in ms"
-        harness.report("stages", title, columns, rows)
-    rows = [
-        [str(c), figures[f"c{c}_speed_up"], figures[f"c{c}_speed_up"] * 2 / 3, figures[f"c{c}_ttft_ratio"]]
-        for c in concurrencies
-    ]
-    harness.report("stages", "two replicas / one", ["at a time", "req/s", "req/s per device", "TTFT"], rows)
-
-
 _COLUMNS = (
     *("requests_per_s", "ttft_ms_p50", "ttft_ms_p99", "tpot_ms", "first_audio_ms_p50"),
     *("audio_s_per_s", "thinker_sentences_per_s", "talker_chunks_per_s", "requests_per_s_per_device"),
 )
+_HEADS = (
+    "config",
+    "c",
+    "req/s",
+    "TTFT",
+    "p99",
+    "TPOT",
+    "1st audio",
+    "audio s/s",
+    "sent./s",
+    "chunks/s",
+    "req/s/device",
+)
+_RATIOS = ("c", "req/s", "req/s/device", "TTFT")
+
+
+def _lines(figures: dict[str, float], concurrencies: Sequence[int]) -> list[list[object]]:
+    return [
+        [config, str(concurrency), *(figures[f"{config}_c{concurrency}_{name}"] for name in _COLUMNS)]
+        for concurrency in concurrencies
+        for config in CONFIGS
+    ]
+
+
+def _ratios(figures: dict[str, float], concurrencies: Sequence[int]) -> list[list[object]]:
+    per_device = DEVICES["single"] / DEVICES["replica2"]
+    return [
+        [str(c), figures[f"c{c}_speed_up"], figures[f"c{c}_speed_up"] * per_device, figures[f"c{c}_ttft_ratio"]]
+        for c in concurrencies
+    ]
 
 
 async def main(quick: bool) -> None:
     """Measure, print, store."""
     concurrencies = (1, 8) if quick else CONCURRENCIES
-    figures = await measure_table(concurrencies, 1.0 if quick else 4.0, 1)
+    figures = await measure_table(concurrencies, 1.0 if quick else 4.0)
     hops = await first_light.hops(30 if quick else 500)
+    hop_rows = [(label, hops[f"{key}_ms_p50"], hops[f"{key}_ms_p99"]) for key, label in first_light.HOP_LABELS.items()]
+    hop_rows.append(("added per stage hop", hops["added_per_hop_ms_p50"], hops["added_per_hop_ms_p99"]))
+    lines, ratios = _lines(figures, concurrencies), _ratios(figures, concurrencies)
     print(harness.machine_line())
-    _show(figures, concurrencies)
-    rows = [(label, hops[f"{key}_ms_p50"], hops[f"{key}_ms_p99"]) for key, label in first_light.HOP_LABELS.items()]
-    rows.append(("added per stage hop", hops["added_per_hop_ms_p50"], hops["added_per_hop_ms_p99"]))
-    harness.report("stages", "one request at a time, no compute, ms", ["path", "p50", "p99"], rows)
+    harness.report("stages", "simulated speech; times in ms", _HEADS, lines)
+    harness.report("stages", "two replicas / one", _RATIOS, ratios)
+    harness.report("stages", "one request at a time, no compute, ms", ["path", "p50", "p99"], hop_rows)
     most = max(concurrencies)
     speed_up, ttft = figures[f"c{most}_speed_up"], figures["c8_ttft_ratio"]
     print(f"two replicas / one at {most}: {speed_up:.2f} × the requests (wanted: > {_SATURATED_SPEED_UP})")
     met = "within" if abs(ttft - 1) <= _EQUAL_TTFT else "NOT within"
     print(f"TTFT of two replicas / one at 8: {ttft:.2f} ({met} {_EQUAL_TTFT:.0%})")
     print(f"wrote {harness.store('stages', figures | hops, quick)}")
+    if not quick:
+        table = [f"{harness.machine_line()}.", "", *harness.markdown(_HEADS, lines), ""]
+        table += [*harness.markdown(_RATIOS, ratios), "", *harness.markdown(["path, ms", "p50", "p99"], hop_rows)]
+        harness.write_table(harness.DOCS / "performance.md", "stages", table)
 
 
 if __name__ == "__main__":

@@ -11,21 +11,22 @@ from bench import gateway_report
 from bench.faults import Plan, our_kill
 from bench.gateway import Effort, measure
 from bench.gateway_peers import PEERS
+from bench.stages import measure_table
 
 pytestmark = pytest.mark.timeout(180)  # a whole cluster starts, and a worker starts again
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="its load generator is in C")
 async def test_it_measures_our_gateway_beside_a_direct_connection(tmp_path: Path) -> None:
-    effort = Effort(seconds=0.3, rounds=1, concurrencies=(4,), quiet_wait_s=0)
-    rows, _ = await measure(["ours"], ["burst"], effort, tmp_path)
-    assert [row["target"] for row in rows] == ["direct", "ours"]
+    effort = Effort(seconds=0.3, paced_seconds=0.3, rounds=1, concurrencies=(4,), quiet_wait_s=0)
+    rows, _ = await measure(["ours"], ["paced"], effort, tmp_path, qps=[20])
+    assert [(row["target"], row["qps"]) for row in rows] == [("direct", 0), ("ours", 0), ("direct", 20), ("ours", 20)]
     for row in rows:
         assert row["all"] > 0
         assert row["tokens"] == 64 * row["all"], row
         assert [row[kind] for kind in ("refused", "broken", "incomplete", "unanswered")] == [0, 0, 0, 0], row
     figures = gateway_report.figures(rows)
-    assert figures["burst_c4_ours_ttft_ms_p50"] > 0
+    assert figures["paced_qps20_ours_ttft_ms_p50"] > 0
     gateway_report.show(rows, figures)
 
 
@@ -40,3 +41,9 @@ async def test_it_counts_what_clients_see_of_a_killed_worker(tmp_path: Path) -> 
     assert {"requests", "failed", "slower_ms", "unpicked_s"} <= found.keys()
     assert found["readmitted_s"] < float("inf")
     assert found["leftovers"] == {}
+
+
+async def test_it_counts_throughput_by_device_and_stage() -> None:
+    figures = await measure_table((1,), 0.1, ["replica2"])
+    keys = ("requests_per_s_per_device", "ttft_ms_p50", "thinker_tokens_per_s", "talker_chunks_per_s", "audio_s_per_s")
+    assert all(figures[f"replica2_c1_{key}"] > 0 for key in keys), figures
