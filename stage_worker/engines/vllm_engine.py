@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import gc
 import importlib.metadata
+import importlib.util
 import logging
 import os
 import time
@@ -112,7 +113,7 @@ class VllmEngine:
                 "dtype": dtype,
                 "max_model_len": str(self._max_model_len),
             },
-            features=frozenset(("logprobs", "structured_output", "resume")),
+            features=frozenset(("logprobs", "resume")) | _structured_output(),
         )
 
     async def execute(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
@@ -405,6 +406,13 @@ async def _prompt(request: EngineRequest) -> prompt_pb2.Prompt:
                 raise InvalidRequestError(f"stage {stage_id} sends tensors; engine vllm reads text")
             texts.append(payload.text)
     return prompt_pb2.Prompt(text="".join(texts))
+
+
+def _structured_output() -> frozenset[str]:
+    """The feature, where vLLM's optional libraries for it are installed. It imports all of them to check a schema."""
+    libraries = ("xgrammar", "llguidance", "lmformatenforcer")
+    there = all(importlib.util.find_spec(library) is not None for library in libraries)
+    return frozenset(("structured_output",)) if there else frozenset()
 
 
 def _flag(options: Mapping[str, Any], name: str, default: bool) -> bool:

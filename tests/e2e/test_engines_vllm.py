@@ -18,7 +18,7 @@ import pytest_asyncio
 from connectors.payload import Payload
 from omni.v1 import pipeline_pb2, prompt_pb2, sampling_pb2, types_pb2
 from omnicore.errors import InvalidRequestError, RequestCancelledError, UnavailableError, UnimplementedError
-from stage_worker.engine import Engine, EngineInfo, EngineOutput, EngineRequest, Resume
+from stage_worker.engine import Engine, EngineInfo, EngineOutput, EngineRequest, Resume, Tokenizing
 from stage_worker.engines import create_engine
 from stage_worker.models import catalog
 
@@ -120,6 +120,56 @@ async def test_length_stop_texts_and_token_prompts(engine: Engine) -> None:
     tokens = prompt_pb2.Prompt(tokens=prompt_pb2.TokenPrompt(token_ids=[504, 3575, 282]))
     assert (await collect(engine, given(tokens, max_tokens=2)))[-1].finish is not None
     assert (await collect(engine, given(prompt_pb2.Prompt(text="Once upon a"), max_tokens=2)))[-1].finish is not None
+
+
+async def test_log_probabilities_and_tokens(engine: Engine) -> None:
+    made = await collect(engine, ask(max_tokens=6, logprobs=3))
+    plain = await collect(engine, ask(max_tokens=6))
+    assert [output.token_ids for output in made] == [output.token_ids for output in plain]
+    entries = [entry for output in made for entry in output.logprobs]
+    assert [entry.token.token_id for entry in entries] == [token for output in made for token in output.token_ids]
+    for entry in entries:
+        assert entry.token == entry.top[0]  # it is greedy
+        assert [chance.logprob for chance in entry.top] == sorted((c.logprob for c in entry.top), reverse=True)
+        assert len(entry.top) == 3
+    assert not any(output.logprobs for output in plain)
+    assert isinstance(engine, Tokenizing)
+    prompt = prompt_pb2.Prompt(text="Hello, wörld 🙂")
+    tokens = await engine.tokenize(prompt, add_special_tokens=True, add_generation_prompt=True)
+    assert len(tokens.texts) == len(tokens.token_ids) > 3
+    assert tokens.max_model_len == 512
+    assert await engine.detokenize(tokens.token_ids) == "Hello, wörld 🙂"
+    chat = ask().prompt
+    assert chat is not None
+    asked, closed = [
+        await engine.tokenize(chat, add_special_tokens=False, add_generation_prompt=more) for more in (True, False)
+    ]
+    assert len(asked.token_ids) > len(closed.token_ids)
+    assert made[-1].finish is not None
+    assert made[-1].finish.prompt_tokens == len(asked.token_ids)
+    with pytest.raises(InvalidRequestError, match="token_ids"):
+        await engine.detokenize([10_000_000])
+
+
+async def test_text_that_a_schema_accepts(started: tuple[Engine, EngineInfo]) -> None:
+    engine, info = started
+    assert "structured_output" in info.features
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Rome"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    wanted = sampling_pb2.StructuredOutput(json_schema=json.dumps(schema))
+    made = await collect(engine, ask(max_tokens=200, structured_output=wanted))
+    assert text_of(made).lstrip().startswith("{")
+    # A small model may fill the rest with white space, which JSON allows.
+    if made[-1].finish is not None and made[-1].finish.reason == "stop":
+        assert json.loads(text_of(made))["city"] in ("Paris", "Rome")
+    nonsense = sampling_pb2.StructuredOutput(json_schema='{"type": "nonsense"}')
+    with pytest.raises(InvalidRequestError):
+        await collect(engine, ask(structured_output=nonsense))
+    assert await collect(engine, ask(max_tokens=2))
 
 
 async def test_text_of_an_upstream_stage_is_a_prompt(engine: Engine) -> None:
