@@ -178,11 +178,18 @@ class Execution:
             return
         if error.reason in failures.LEAVING and failures.blamed_stage(error) in (None, run.work.stage_id):
             self._router.on_draining(run.session.record)
-        if failures.may_be_mended(error) and self._may_begin_again():
+        mendable = failures.may_be_mended(error) or self._has_lost_its_peer(error)
+        if mendable and self._may_begin_again():
             self._failures.append(_Failure(run, error))
             self._wake()
         else:
             self.state.end("failed", error)  # stops this as well
+
+    def _has_lost_its_peer(self, error: errors.OmniError) -> bool:
+        """It is about data of a replica that is gone: whatever it says, this is why."""
+        peer = error.metadata.get("peer_stage", "")
+        work = self.works.get(int(peer)) if peer.isdigit() else None
+        return work is not None and any((run.ended and not run.finished) or not run.readable for run in work.runs)
 
     def _count(self, work: StageWork, finish: output_pb2.CallFinish) -> None:
         state, step = self.state, work.step

@@ -251,9 +251,9 @@ class ReplicaSession:
             self._aborts += self._lazy_aborts
             self._lazy_aborts.clear()
             self._wake.set()
-        if self._sinks:
-            self._give_up_aborts(loop.time())
         silence, was_suspicious = self._silence, self._silence.suspicious
+        if self._sinks and not was_suspicious:  # of one that says nothing at all, silence itself is the sign
+            self._give_up_aborts(loop.time())
         silence.tick(elapsed_s, self.frames_received, owed=bool(self._sinks))
         if silence.suspicious != was_suspicious:
             self._listener.on_silence(self.record, silence.suspicious)

@@ -157,7 +157,7 @@ class ScriptedWorker(stage_service_pb2_grpc.StageServiceServicer):
     async def _beat(self, interval_s: float, frames: asyncio.Queue[stage_service_pb2.SessionResponse]) -> None:
         while True:
             await asyncio.sleep(interval_s)
-            if self.running and self._awake.is_set():
+            if (self.running or not self.answers_aborts) and self._awake.is_set():
                 frames.put_nowait(stage_service_pb2.SessionResponse())
 
     async def _read(

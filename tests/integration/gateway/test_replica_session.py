@@ -34,6 +34,15 @@ class Listener:
     def on_draining(self, record: types_pb2.Replica) -> None:
         self.draining = True
 
+    def on_silence(self, record: types_pb2.Replica, silent: bool) -> None:
+        raise AssertionError("nobody is silent here")
+
+    def on_hung(self, record: types_pb2.Replica) -> None:
+        raise AssertionError("nobody hangs here")
+
+    def on_abort_unanswered(self, record: types_pb2.Replica, calls: int) -> None:
+        raise AssertionError("aborts are answered here")
+
 
 class Sink:
     """Keeps what it gets."""

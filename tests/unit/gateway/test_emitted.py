@@ -16,7 +16,7 @@ MEDIA = bytes(range(256)) * 8
 
 def cut(rng: random.Random, text: str, tokens: list[int], media: bytes) -> list[stage_service_pb2.StageEvent]:
     """The same output in other events."""
-    events = []
+    events: list[stage_service_pb2.StageEvent] = []
     while text or tokens or media:
         event = stage_service_pb2.StageEvent()
         t, k, m = rng.randint(0, 20), rng.randint(0, 6), rng.randint(0, 300)
@@ -81,12 +81,9 @@ def test_less_than_before_is_told() -> None:
 
 
 def test_what_can_be_resumed() -> None:
-    emitted = Emitted()
-    assert not emitted.resumable
-    emitted.add(stage_service_pb2.StageEvent(text="a"))
-    assert emitted.anything
-    assert not emitted.resumable  # its tokens are not known
-    emitted.add(stage_service_pb2.StageEvent(token_ids=[7]))
-    assert emitted.resumable
-    emitted.add_media(stage_service_pb2.StageEvent(media=b"x"))
-    assert not emitted.resumable
+    emitted, seen = Emitted(), []
+    for text, token_ids, media in (("", [], b""), ("a", [], b""), ("", [7], b""), ("", [], b"x")):
+        note(emitted, stage_service_pb2.StageEvent(text=text, token_ids=token_ids, media=media))
+        seen.append(emitted.resumable)
+    # Nothing; a text whose tokens are not known; with a token; media.
+    assert seen == [False, False, True, False]
