@@ -19,7 +19,7 @@ from gateway.access.http import HttpAccess
 from gateway.admission import Admission
 from gateway.config import GatewayConfig
 from gateway.control_plane_watch import ControlPlaneWatch
-from gateway.execution import Limits
+from gateway.execution_parts import Limits
 from gateway.grpc_api import SERVICE_NAMES, InferenceServicer, RouterServicer
 from gateway.http.application import GatewayApp
 from gateway.http.server import HttpServer

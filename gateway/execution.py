@@ -24,12 +24,10 @@ from collections.abc import Iterable, Sequence
 
 from gateway import failures
 from gateway.emitted import Skip
-from gateway.paths import EdgePaths
+from gateway.execution_parts import ExecutionParts
 from gateway.replay import Move, plan_restart, spoils_output
 from gateway.replica_table import Claim
 from gateway.request import RequestState
-from gateway.retry_budget import RetryBudget
-from gateway.router import Router
 from gateway.stage_calls import CallMaker
 from gateway.stage_pool import Assignment
 from gateway.stage_work import EdgeKey, StageRun, StageWork
@@ -37,53 +35,12 @@ from omni.v1 import output_pb2
 from omnicore import errors
 from omnicore.backoff import Backoff
 from omnicore.log import get_logger
-from omnicore.turns import Turn, Turns
+from omnicore.turns import Turn
 
 _log = get_logger(__name__)
 
 NEIGHBOUR_WAIT_S = 0.3
 """A consumer often reports its producer's death before we hear of it ourselves; both are connections that break."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
-    """How often one request may begin again."""
-
-    retries: int = 2
-    """Before its output has begun, or all over while none of it has left this process."""
-    replays: int = 2
-    """Afterwards. 0: replicas are not asked to keep data, and output is not noted."""
-
-
-class Counts:
-    """What happened to all requests of a gateway, for its metrics."""
-
-    def __init__(self) -> None:
-        self.retries: dict[str, int] = {}
-        """Pipeline → attempts begun again before any output."""
-        self.replays: dict[tuple[str, int, str], int] = {}
-        """Pipeline, stage that was lost, "done" or "failed" or "refused" → replays."""
-
-    def retried(self, pipeline: str) -> None:
-        """A request began again."""
-        self.retries[pipeline] = self.retries.get(pipeline, 0) + 1
-
-    def replayed(self, pipeline: str, stage_id: int, outcome: str) -> None:
-        """A replay has come to its end, or was not begun."""
-        key = (pipeline, stage_id, outcome)
-        self.replays[key] = self.replays.get(key, 0) + 1
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ExecutionParts:
-    """What the executions of a gateway share."""
-
-    router: Router
-    edges: Turns[EdgeKey]
-    paths: EdgePaths
-    limits: Limits
-    budget: RetryBudget
-    counts: Counts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 
 from gateway.admission import Admission
-from gateway.execution import Counts, Execution, ExecutionParts, Limits
+from gateway.execution import Execution
+from gateway.execution_parts import Counts, ExecutionParts, Limits
 from gateway.paths import EdgePaths
 from gateway.request import RequestRecord, RequestSpec, RequestState
 from gateway.retry_budget import RetryBudget

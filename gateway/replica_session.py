@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import grpc.aio
 
+from gateway.session_roles import AbortedCall, CallSink, SessionListener
 from gateway.silence import Silence
 from omni.v1 import stage_service_pb2, stage_service_pb2_grpc, types_pb2
 from omnicore import errors, rpc
@@ -51,63 +52,6 @@ _REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED)
 
 if TYPE_CHECKING:
     _Stream: TypeAlias = grpc.aio.StreamStreamCall[stage_service_pb2.SessionRequest, stage_service_pb2.SessionResponse]
-
-
-class CallSink(Protocol):
-    """Where the events of one call go. Both methods must be quick and must not block."""
-
-    def on_event(self, event: stage_service_pb2.StageEvent) -> bool:
-        """One event. True: it was the last one, with ``finish`` or ``error``."""
-        ...
-
-    def on_error(self, error: errors.OmniError) -> None:
-        """The session broke, or handling an event failed. Nothing follows."""
-        ...
-
-
-class SessionListener(Protocol):
-    """Who must know how the session fares."""
-
-    def on_session(self, record: types_pb2.Replica, connected: bool) -> None:
-        """It is up, or has broken."""
-        ...
-
-    def on_load(self, record: types_pb2.Replica, load: types_pb2.LoadReport) -> None:
-        """The replica told its load."""
-        ...
-
-    def on_draining(self, record: types_pb2.Replica) -> None:
-        """The replica takes no new calls."""
-        ...
-
-    def on_silence(self, record: types_pb2.Replica, silent: bool) -> None:
-        """It has said nothing for a while though calls are open; or it speaks again."""
-        ...
-
-    def on_hung(self, record: types_pb2.Replica) -> None:
-        """It was silent for so long that its calls are failed; ``on_session`` follows."""
-        ...
-
-    def on_abort_unanswered(self, record: types_pb2.Replica, calls: int) -> None:
-        """So many aborts were not answered in time."""
-        ...
-
-
-class _Aborted:
-    """Takes the place of an aborted call's sink until the worker has told its end."""
-
-    __slots__ = ("due_s", "request_id")
-
-    def __init__(self, request_id: str, due_s: float) -> None:
-        self.request_id = request_id
-        self.due_s = due_s
-
-    def on_event(self, event: stage_service_pb2.StageEvent) -> bool:
-        """What was under way still arrives."""
-        return event.HasField("error") or event.HasField("finish")
-
-    def on_error(self, error: errors.OmniError) -> None:
-        """The worker aborts everything of a session that breaks."""
 
 
 class ReplicaSession:
@@ -163,7 +107,7 @@ class ReplicaSession:
     @property
     def unanswered_aborts(self) -> int:
         """Aborted calls whose end has not come back."""
-        return sum(isinstance(sink, _Aborted) for sink in self._sinks.values())
+        return sum(isinstance(sink, AbortedCall) for sink in self._sinks.values())
 
     # -- calls --
 
@@ -190,7 +134,7 @@ class ReplicaSession:
 
         ``request_id``: what to tell the worker if it does not answer."""
         sink = self._sinks.get(call_id)
-        if sink is None or isinstance(sink, _Aborted):
+        if sink is None or isinstance(sink, AbortedCall):
             return
         for index, call in enumerate(self._calls):  # those of this loop turn
             if call.call_id == call_id:
@@ -198,7 +142,7 @@ class ReplicaSession:
                 self._note_idle()
                 return
         due_s = asyncio.get_running_loop().time() + ABORT_ACK_S
-        self._sinks[call_id] = _Aborted(request_id, due_s)
+        self._sinks[call_id] = AbortedCall(request_id, due_s)
         self._aborts.append(call_id)
         self._wake.set()
 
@@ -266,7 +210,7 @@ class ReplicaSession:
             self._watch()
 
     def _give_up_aborts(self, now_s: float) -> None:
-        overdue = {i: s for i, s in self._sinks.items() if isinstance(s, _Aborted) and s.due_s <= now_s}
+        overdue = {i: s for i, s in self._sinks.items() if isinstance(s, AbortedCall) and s.due_s <= now_s}
         for call_id in overdue:
             del self._sinks[call_id]
         if not overdue:
