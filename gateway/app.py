@@ -22,6 +22,7 @@ from gateway.control_plane_watch import ControlPlaneWatch
 from gateway.execution_parts import Limits
 from gateway.grpc_api import SERVICE_NAMES, InferenceServicer, RouterServicer
 from gateway.http.application import GatewayApp
+from gateway.http.fetching import MediaFetcher
 from gateway.http.server import HttpServer
 from gateway.http.service import HttpLimits, HttpService
 from gateway.http.tls import https_context
@@ -121,7 +122,10 @@ class Gateway:
             Cors(self.config.cors_origin) if self.config.cors_origin else None,
             metrics_need_key=self.config.metrics_need_key,
         )
-        service = HttpService(self.orchestrator, self.router, self.metrics, limits, startup, access, self.siblings)
+        media = MediaFetcher(self.config.allow_media_domains)
+        service = HttpService(
+            self.orchestrator, self.router, self.metrics, limits, startup, access, self.siblings, media
+        )
         app = GatewayApp(service)
         self._rest = self._rest_api(access)
         self._rest.add_to(app.paths)

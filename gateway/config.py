@@ -6,6 +6,7 @@ import dataclasses
 
 from gateway.access import cors
 from gateway.balancers import POLICIES
+from gateway.http.fetching import check_domains
 from gateway.processes.siblings import Place
 from omnicore.config import host_port, host_ports, not_negative, option, positive, within
 from omnicore.process import ProcessConfig
@@ -40,6 +41,11 @@ class GatewayConfig(ProcessConfig, SecurityConfig):
     metrics_need_key: bool = option(False, help="GET /metrics needs a key with the role read as well")
     cors_origin: tuple[str, ...] = option(
         (), help="origins whose web pages may use the HTTP API, comma-separated; * for all", check=cors.origins
+    )
+    allow_media_domains: tuple[str, ...] = option(
+        (),
+        help="hosts that pictures and sounds of chats may be fetched from, comma-separated; none: only data URIs",
+        check=check_domains,
     )
     balancing_policy: str = option("power-of-two", help="how a stage's replica is chosen", choices=POLICIES)
     route_wait_s: float = option(

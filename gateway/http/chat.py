@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from gateway import validation
 from gateway.http import audio
 from gateway.http.chat_schema import ChatRequest, parse_chat
 from gateway.http.choices import begin_choices, seeded, stream_choices
@@ -34,8 +35,12 @@ class ChatEndpoint:
         """Handle one request."""
         limits = self._service.limits
         body = await exchange.read_json(limits.max_body_bytes)
-        chat = parse_chat(body, self._service.pipelines, limits.max_prompt_bytes)
+        media = self._service.media
+        chat = parse_chat(body, self._service.pipelines, limits.max_prompt_bytes, media.domains)
         del body  # one that waits for admission, or runs for long, holds its prompt once
+        if chat.remote:
+            await media.fill(chat.remote)
+            validation.check_prompt(chat.prompt, limits.max_prompt_bytes, "messages")
         request_id = "chatcmpl-" + exchange.id
         created = int(time.time())
         if chat.n > 1:

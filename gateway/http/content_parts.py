@@ -124,7 +124,8 @@ def check_remote(path: str, url: str, domains: Collection[str]) -> None:
         host, port = parsed.hostname or "", parsed.port
     except ValueError:
         raise errors.InvalidRequestError.field(path, "is not a URL") from None
-    if parsed.username is not None or port not in (None, 80, 443) or host.lower() not in domains:
+    allowed = parsed.scheme.lower() in ("http", "https") and parsed.username is None
+    if not allowed or port not in (None, 80, 443) or host.lower() not in domains:
         raise errors.InvalidRequestError.field(
             path,
             f"media may come from: {', '.join(sorted(domains))} (http or https, their own ports)",

@@ -12,6 +12,7 @@ from gateway.access.http import HttpAccess
 from gateway.admission import Entry, effective_priority
 from gateway.graph import PipelineGraph
 from gateway.http.exchange import Exchange
+from gateway.http.fetching import MediaFetcher
 from gateway.metrics import GatewayMetrics
 from gateway.orchestrator import Orchestrator
 from gateway.processes.siblings import Siblings
@@ -44,6 +45,7 @@ class HttpService:
     startup: StartupGate
     access: HttpAccess = dataclasses.field(default_factory=HttpAccess)
     siblings: Siblings = dataclasses.field(default_factory=Siblings)
+    media: MediaFetcher = dataclasses.field(default_factory=MediaFetcher)
 
     @property
     def pipelines(self) -> Mapping[str, PipelineGraph]:

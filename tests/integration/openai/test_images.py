@@ -10,8 +10,9 @@ from typing import Any
 import aiohttp
 
 from stage_worker.engines.sim_content import picture
-from tests.integration.gateway.conftest import Stand
+from tests.integration.gateway.conftest import Stand, running_stand
 from tests.integration.openai.models import picture_model, running_models, text_model
+from tests.support.pipelines import text_pipeline
 
 PNG = picture(1)
 FIELDS = {"bot_task": "think_recaption", "n": "1", "num_inference_steps": "50", "guidance_scale": "1", "seed": "42"}
@@ -160,3 +161,20 @@ async def test_what_is_wrong_is_named() -> None:
         status, body = await stand.chat("pictures", modalities=["audio"])
         assert (status, body["error"]["code"]) == (400, "unsupported_modality")
         await stand.settled()
+
+
+async def test_the_gateway_fetches_only_from_allowed_public_hosts() -> None:
+    async def refusal(stand: Stand, url: str) -> dict[str, Any]:
+        content = [{"type": "image_url", "image_url": {"url": url}}]
+        status, body = await stand.chat("text", messages=[{"role": "user", "content": content}])
+        assert (status, body["error"]["param"]) == (400, "messages[0].content[0].image_url.url"), body
+        assert body["error"]["code"] == "media_not_fetched"
+        error: dict[str, Any] = body["error"]
+        return error
+
+    async with running_stand(text_pipeline()) as stand:
+        assert "fetches nothing" in (await refusal(stand, "https://example.org/a.png"))["message"]
+    async with running_stand(text_pipeline(), allow_media_domains=("localhost",)) as stand:
+        assert "media may come from: localhost" in (await refusal(stand, "https://example.org/a.png"))["message"]
+        # The name is allowed, its address is not.
+        assert "not at a public address" in (await refusal(stand, "http://localhost/a.png"))["message"]
