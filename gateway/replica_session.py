@@ -79,7 +79,7 @@ class ReplicaSession:
         self._connect = connect
         self._hung_after_s = hung_after_s
         self._connect_timeout_s = min(connect_timeout_s, hung_after_s) if hung_after_s else connect_timeout_s
-        self._silence = Silence(SUSPECT_AFTER_S, hung_after_s)
+        self._silence = Silence(SUSPECT_AFTER_S, hung_after_s, _TICK_S)
         self._stream: _Stream | None = None
         self._hung = False
         self._watchdog: asyncio.TimerHandle | None = None

@@ -12,7 +12,7 @@ class Silence:
 
     __slots__ = ("_hung_after_s", "_most_per_tick_s", "_owed", "_seen", "_suspect_after_s", "silent_s")
 
-    def __init__(self, suspect_after_s: float, hung_after_s: float, most_per_tick_s: float = 0.5) -> None:
+    def __init__(self, suspect_after_s: float, hung_after_s: float, most_per_tick_s: float = 0.25) -> None:
         """``hung_after_s``: 0 for never."""
         self.silent_s = 0.0
         self._suspect_after_s = suspect_after_s

@@ -61,7 +61,7 @@ async def test_a_replica_that_hangs_is_avoided_then_given_up_and_taken_again_whe
 
 
 async def test_a_quiet_replica_that_beats_is_not_taken_for_hung() -> None:
-    async with running_stand(text_pipeline(), hung_after_s=1.0) as stand:
+    async with running_stand(text_pipeline(), hung_after_s=2.0) as stand:
         go = asyncio.Event()
         worker = await stand.cluster.add("text", 0, held(go))
         await stand.ready("text")
