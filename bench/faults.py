@@ -24,7 +24,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import fcntl
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -306,6 +308,12 @@ def _figures(rows: Sequence[dict[str, Any]]) -> Figures:
     return found
 
 
+def _written(field: str, value: float | int | str) -> object:
+    if not isinstance(value, float):
+        return value
+    return f"{value:.0f}" if field.endswith("_ms") else f"{value:.2f}"
+
+
 def _lines(found: Figures) -> list[list[object]]:
     """The table of flat figures."""
     lines: list[list[object]] = []
@@ -313,7 +321,7 @@ def _lines(found: Figures) -> list[list[object]]:
         for router in KNOWN:
             values = [found.get(f"{_prefix(case, router)}_{name}", "–") for name in _FIELDS]
             if values[0] != "–":
-                lines.append([case, router, *(float(f"{v:.2g}") if isinstance(v, float) else v for v in values)])
+                lines.append([case, router, *map(_written, _FIELDS, values)])
     return lines
 
 
@@ -329,6 +337,16 @@ def _kept(quick: bool) -> Figures:
 
 def _keep(rows: Sequence[dict[str, Any]], quick: bool) -> None:
     """Put what was measured in the place of what was measured before, and write the table."""
+    harness.RESULTS.mkdir(exist_ok=True)
+    folder = os.open(harness.RESULTS, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # parts may be measured side by side
+        _merge(rows, quick)
+    finally:
+        os.close(folder)
+
+
+def _merge(rows: Sequence[dict[str, Any]], quick: bool) -> None:
     found = _kept(quick)
     for row in rows:
         prefix = f"{_prefix(row['case'], row['router'])}_"
