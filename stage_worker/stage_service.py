@@ -155,6 +155,7 @@ class StageServicer(pb_grpc.StageServiceServicer):
         finally:
             runner.abort(gone)
             await asyncio.wait([task])
+            runner.left().stop_retaining()  # no session will name it
 
     async def Abort(  # noqa: N802 -- the name in the proto
         self, request: pb.StageServiceAbortRequest, context: ServicerContext

@@ -178,6 +178,26 @@ async def test_what_is_retained_gives_way_to_new_data() -> None:
         await nothing_left(workers)
 
 
+async def test_a_single_call_retains_nothing_after_its_end() -> None:
+    async with talking() as (workers, (_, speak)):
+        ref, said = workers[0].identity.current, call("r", "Said aloud.", emit=False)
+        async with rpc.channel(workers[0].identity.endpoint) as channel:
+            stub = pb_grpc.StageServiceStub(channel)
+            for flow in (True, False):
+                said.attempt += 1
+                said.outputs.append(flow_out(2, retain=True))
+                said.outputs[0].flow = flow
+                handles = []
+                async for response in stub.Execute(pb.ExecuteRequest(replica=ref, call=said)):
+                    handles += [handle for event in response.events for out in event.outputs for handle in out.handles]
+                del said.outputs[:]
+                source = flow_in(workers[0])
+                if not flow:
+                    source = pb.EdgeInput(from_stage=1, handles=pb.HandleList(handles=handles))
+                assert (await speak.run(call("r", attempt=said.attempt, inputs=[source]))).media
+                await nothing_left(workers)
+
+
 @pytest.mark.parametrize("how", ["session", "Abort"])
 async def test_retained_data_ends_with_its_session_and_when_its_request_is_aborted(how: str) -> None:
     async with three() as (workers, (thinker, one, _)):
