@@ -264,6 +264,7 @@ def _response(
     )
     for event in events:
         response.token_ids.extend(event.token_ids)
+        response.logprobs.extend(event.logprobs)
         if event.HasField("media_info"):
             response.media_info.CopyFrom(event.media_info)
     if done:

@@ -11,23 +11,14 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
-import orjson
-
-from gateway.http.exchange import Exchange, error_body
+from gateway.http.events import COMMENT, DONE, HEADERS, error_event
+from gateway.http.exchange import Exchange
 from gateway.request import RequestState
 from omni.v1 import stage_service_pb2
 from omnicore import errors
 from omnicore.log import get_logger
 
 _log = get_logger(__name__)
-
-_HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold tokens back
-)
-_DONE = b"data: [DONE]\n\n"
-_COMMENT = b": keep-alive\n\n"
 
 
 class ChunkEncoder(Protocol):
@@ -96,7 +87,7 @@ class _Stream:
         try:
             data = self._encoder.chunks(events) if events else b""
             if finished := state.status == "finished":
-                data += self._encoder.end(state) + _DONE
+                data += self._encoder.end(state) + DONE
             if events or finished:
                 if not self._begun:
                     self._begun = True
@@ -112,7 +103,7 @@ class _Stream:
     def _send(self, data: bytes, *, more: bool) -> None:
         self._written = True
         if not self._exchange.started:
-            self._exchange.begin(200, _HEADERS)
+            self._exchange.begin(200, HEADERS)
         self._exchange.send(data, more=more)
 
     def _fail(self, error: Exception) -> None:
@@ -121,12 +112,12 @@ class _Stream:
             return
         if not isinstance(error, errors.OmniError):
             _log.exception("stream failed", request_id=self._state.request_id)
-        data = b"data: " + orjson.dumps(error_body(errors.from_exception(error))) + b"\n\n" + _DONE
+        data = error_event(errors.from_exception(error)) + DONE
         self._exchange.send(data, more=False)
         self.done.set_result(None)
 
     def _look(self) -> None:
         self._timer = self._loop.call_later(self._keepalive_s, self._look)
         if not self._written and not self._exchange.congested and not self.done.done():
-            self._send(_COMMENT, more=True)
+            self._send(COMMENT, more=True)
         self._written = False

@@ -11,6 +11,8 @@ from typing import Any
 
 import aiohttp
 
+from omni.v1 import inference_service_pb2, inference_service_pb2_grpc, prompt_pb2
+from omnicore import rpc
 from omnicore.errors import InternalError
 from stage_worker.engines.sim_content import answer_text
 from tests.integration.gateway.conftest import USER, Stand, events, running_stand
@@ -81,6 +83,13 @@ async def test_several_choices_and_their_probabilities() -> None:
         assert sorted(finished) == [0, 1, 2]
         roles = [c["index"] for chunk in chunks for c in chunk["choices"] if c.get("delta", {}).get("role")]
         assert sorted(roles) == [0, 1, 2]
+        typed = inference_service_pb2.GenerateRequest(model="words", prompt=prompt_pb2.Prompt(text="hello"))
+        typed.sampling.logprobs = 2
+        async with rpc.channel(stand.addresses["grpc"]) as channel:
+            stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+            answers = [answer async for answer in stub.Generate(typed)]
+        assert [len(answer.logprobs) for answer in answers] == [len(answer.token_ids) for answer in answers]
+        assert sum(len(answer.logprobs) for answer in answers) == 12
         with_chances = [c for chunk in chunks for c in chunk["choices"] if c["logprobs"]]
         assert len(with_chances) == 36
         await stand.settled()
