@@ -35,6 +35,7 @@ class Endpoint:
 
 
 JSON: Final = "application/json"
+FORM: Final = "multipart/form-data"
 _SSE: Final[Content] = {"text/event-stream": {"type": "string"}}
 TAGS: Final[Mapping[str, str]] = {
     "OpenAI": "What OpenAI's clients use; point them at `/v1`.",
@@ -54,9 +55,35 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     ),
     Endpoint(
         "POST", "/v1/audio/speech", "createSpeech", "OpenAI", "Text to speech, sent as it is made",
-        {200: ("The audio.", {"audio/wav": {"type": "string"}, "audio/pcm": {"type": "string"}})},
+        {200: ("The audio.", {"audio/wav": {"type": "string"}, "audio/pcm": {"type": "string"}, **_SSE})},
         {JSON: ref("SpeechRequest")},
         "A failure after the first bytes breaks the connection.",
+    ),
+    Endpoint(
+        "POST", "/v1/audio/transcriptions", "createTranscription", "OpenAI", "Speech to text",
+        {200: ("The text.", {JSON: ref("Transcription"), "text/plain": {"type": "string"}, **_SSE})},
+        {FORM: ref("TranscriptionRequest")},
+    ),
+    Endpoint(
+        "POST", "/v1/images/generations", "createImage", "OpenAI", "Images of a text",
+        {200: ("The images.", {JSON: ref("Images")})},
+        {JSON: ref("ImageRequest")},
+    ),
+    Endpoint(
+        "POST", "/v1/images/edits", "editImage", "OpenAI", "Images of images and a text",
+        {200: ("The images.", {JSON: ref("Images")})},
+        {FORM: ref("ImageEditRequest")},
+    ),
+    Endpoint(
+        "POST", "/tokenize", "tokenize", "OpenAI", "Tokens of a text or a chat",
+        {200: ("The tokens.", {JSON: ref("Tokens")})},
+        {JSON: ref("TokenizeRequest")},
+        "By the tokenizer of the stage where chats enter; 501 where the engine has none.",
+    ),
+    Endpoint(
+        "POST", "/detokenize", "detokenize", "OpenAI", "The text of tokens",
+        {200: ("The text.", {JSON: got("prompt", prompt=text())})},
+        {JSON: ref("DetokenizeRequest")},
     ),
     Endpoint(
         "GET", "/v1/models", "listModels", "OpenAI", "The pipelines that can serve now",
@@ -66,6 +93,10 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         "GET", "/v1/models/{model}", "getModel", "OpenAI", "One pipeline, also while it cannot serve",
         {200: ("It.", {JSON: ref("OpenAIModel")})},
         parameters=({"name": "model", "in": "path", "required": True, "schema": text(minLength=1)},),
+    ),
+    Endpoint(
+        "GET", "/version", "version", "Gateway", "The release that answers",
+        {200: ("It.", {JSON: got("version", version=text())})},
     ),
     Endpoint(
         "GET", "/health", "health", "Gateway", "Whether the process works",

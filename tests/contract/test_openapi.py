@@ -44,6 +44,13 @@ def test_every_annotated_rpc_is_there_once() -> None:
     assert sorted(described) == sorted(annotated)
 
 
+def test_every_endpoint_is_there() -> None:
+    source = (ROOT / "gateway" / "http" / "endpoints.py").read_text()
+    served = {(verb, path.replace(":path}", "}")) for verb, path in re.findall(r'yield "([A-Z]+)", "([^"]+)"', source)}
+    assert len(served) >= 11
+    assert served <= {(verb, path) for verb, path, _ in operations()}
+
+
 def test_services_with_annotations_are_all_served() -> None:
     served = {service.full_name for service in SERVICES}
     for proto in (ROOT / "protos" / "omni" / "v1").glob("*.proto"):
