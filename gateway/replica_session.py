@@ -132,7 +132,8 @@ class ReplicaSession:
     def abort(self, call_id: int, request_id: str = "") -> None:
         """End a call: its sink gets nothing more, the worker is told. Ended and aborted calls are not an error.
 
-        ``request_id``: what to tell the worker if it does not answer."""
+        ``request_id``: what to tell the worker if it does not answer.
+        """
         sink = self._sinks.get(call_id)
         if sink is None or isinstance(sink, AbortedCall):
             return
@@ -239,7 +240,7 @@ class ReplicaSession:
             reminder.cancel()
         if self._task is not None:
             self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await asyncio.gather(self._task, *self._reminders, return_exceptions=True)
             self._task = None
 
     async def retire(self, silence_limit_s: float | None = None) -> None:
