@@ -205,6 +205,28 @@ def test_node_openai_example(system: System, node: Path) -> None:
 
 
 @pytest.mark.timeout(400)
+def test_what_the_node_client_makes_of_answers(system: System, node: Path) -> None:
+    script = shutil.copy(Path(__file__).parent / "openai_behaviour.mjs", node)
+    done = subprocess.run(
+        ["node", script, system.http, "speech"], cwd=node, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["models"] == ["speech"]
+    assert found["whole"] == found["streamed"]
+    assert len(set(found["whole"])) == 2
+    assert found["riff"] == "RIFF"
+    assert found["after"] == "length"
+    assert found["errors"] == {
+        "field": ["BadRequestError", 400, "invalid_request", "top_p"],
+        "model": ["NotFoundError", 404, "model_not_found", "model"],
+        "modality": ["BadRequestError", 400, "unsupported_modality", "modalities[0]"],
+        "images": ["BadRequestError", 400, "unsupported_modality", "model"],
+        "transcription": ["BadRequestError", 400, "task_not_offered", "model"],
+    }
+
+
+@pytest.mark.timeout(400)
 def test_node_grpc_example(system: System, node: Path, tmp_path: Path) -> None:
     path = tmp_path / "answer.wav"
     done = subprocess.run(
