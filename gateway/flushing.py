@@ -27,10 +27,8 @@ class Flushable(Protocol):
     flushed_s: float
     """When the consumer was called last, monotonic."""
 
-    @property
-    def ended(self) -> bool:
-        """Nothing further will come."""
-        ...
+    status: str
+    """"running" while something may still come."""
 
     def flush(self) -> None:
         """Call the consumer."""
@@ -56,7 +54,7 @@ class Flusher:
         ready, self._ready = self._ready, []
         now_s = time.monotonic()
         for item in ready:
-            if now_s - item.flushed_s < GAP_S and not item.ended:
+            if now_s - item.flushed_s < GAP_S and item.status == "running":
                 self._early.append(item)
             else:
                 _flush(item, now_s)

@@ -173,7 +173,7 @@ class RequestState:
                 ),
             )
         elif self._wake_on_output:
-            self._wake_consumer()
+            self._wake_consumer()  # not again before it has run
 
     def discard_output(self) -> None:
         """Forget what an attempt brought, before the next one; only while nothing is delivered."""

@@ -220,8 +220,9 @@ class Connection(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         """Send, or drop it if nobody is there."""
-        if not self.lost and self._transport is not None and not self._transport.is_closing():
-            self._transport.write(data)
+        transport = self._transport
+        if not self.lost and transport is not None and not transport.is_closing():
+            transport.write(data)
 
     async def drain(self) -> None:
         """Return when the client has caught up, or has left."""

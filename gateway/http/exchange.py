@@ -229,6 +229,9 @@ class Exchange:
         assert not self.ended, "the response is complete"
         framing = self._framing
         if framing == _CHUNKED:
+            if more and data and not self._head:  # nearly always
+                self._wire.write(b"%x\r\n%b\r\n" % (len(data), data))
+                return
             if not more:
                 data = b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if data else b"0\r\n\r\n"
             elif data:

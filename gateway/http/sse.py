@@ -78,22 +78,30 @@ class _Stream:
 
     def on_output(self) -> None:
         """Send what there is."""
-        exchange, state = self._exchange, self._state
-        if self.done.done() or (exchange.congested and not state.ended):
+        state = self._state
+        status = state.status
+        if self.done.done() or (status == "running" and self._exchange.congested):
             return
         events = state.take()
-        if not events and not state.ended:
-            return
         try:
-            data = self._encoder.chunks(events) if events else b""
-            if finished := state.status == "finished":
-                data += self._encoder.end(state) + DONE
-            if events or finished:
+            if status == "running":
+                if not events:
+                    return
+                data = self._encoder.chunks(events)
+                if self._begun:
+                    self._written = True
+                    self._exchange.send(data, more=True)
+                    return
+            else:
+                data = self._encoder.chunks(events) if events else b""
+                if status == "finished":
+                    data += self._encoder.end(state) + DONE
+            if events or status == "finished":
                 if not self._begun:
                     self._begun = True
                     data = self._encoder.begin() + data
-                self._send(data, more=not finished)
-            if finished:
+                self._send(data, more=status != "finished")
+            if status == "finished":
                 self.done.set_result(None)
             elif state.error is not None:
                 raise state.error

@@ -10,9 +10,9 @@ from tests.support.processes import wait_until
 
 
 class Item:
-    def __init__(self, *, ended: bool = False, on_flush: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, *, on_flush: Callable[[], None] = lambda: None) -> None:
         self.flushed_s = 0.0
-        self.ended = ended
+        self.status = "running"
         self.flushes = 0
         self._on_flush = on_flush
 
@@ -37,7 +37,7 @@ async def test_what_follows_at_once_waits_a_little_but_the_end_does_not() -> Non
         flusher.add(one)
     await asyncio.sleep(0)
     item.flushed_s = ending.flushed_s = item.flushed_s + 3600  # as if it had been now, on any machine
-    ending.ended = True
+    ending.status = "finished"
     for one in (item, ending):
         flusher.add(one)
     await asyncio.sleep(0)

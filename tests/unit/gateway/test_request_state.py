@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from gateway.graph import PipelineGraph
@@ -48,3 +50,58 @@ async def test_an_abort_after_the_end_takes_nothing_back() -> None:
     state.abort("too late")
     assert [event.text for event in await state.collect()] == ["a"]
     assert state.status == "finished"
+
+
+class Taker:
+    """A consumer that takes all, or raises."""
+
+    def __init__(self, state: RequestState, *, fails: bool = False) -> None:
+        self.texts: list[str] = []
+        self.calls = 0
+        self._state = state
+        self._fails = fails
+        state.attach(self)
+
+    def on_output(self) -> None:
+        self.calls += 1
+        if self._fails:
+            raise ValueError("a bug of ours")
+        self.texts += [event.text for event in self._state.take()]
+
+
+async def test_a_consumer_is_called_once_for_all_of_a_turn_and_at_the_end() -> None:
+    state = request()
+    push(state, "a")
+    taker = Taker(state)
+    push(state, "b")
+    assert taker.calls == 0
+    await asyncio.sleep(0)
+    assert (taker.calls, taker.texts, state.delivered) == (1, ["a", "b"], True)
+    push(state, "c")
+    state.end("finished")
+    await asyncio.sleep(0)
+    assert (taker.calls, taker.texts) == (2, ["a", "b", "c"])
+
+
+async def test_a_consumer_that_raises_ends_its_request() -> None:
+    state = request()
+    taker = Taker(state, fails=True)
+    push(state, "a")
+    await asyncio.sleep(0)
+    assert (taker.calls, state.status) == (1, "failed")
+    assert isinstance(state.error, errors.InternalError)
+
+
+async def test_what_a_consumer_does_not_take_stays_and_is_bounded() -> None:
+    state = request()
+
+    class Idle:
+        def on_output(self) -> None:
+            """Its client is behind."""
+
+    state.attach(Idle())
+    push(state, "a" * 600_000)
+    await asyncio.sleep(0)
+    assert not state.delivered
+    push(state, "a" * 600_000)
+    assert isinstance(state.error, errors.ResourceExhaustedError)
