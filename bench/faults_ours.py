@@ -55,7 +55,7 @@ stages:
     engine: sim
     num_replicas: 2
     max_num_seqs: 256
-    sim: {{output: tensor, ttft_ms: 10, tpot_ms: 20, chunks: 4, chunk_bytes: 131072}}
+    sim: {{output: tensor, ttft_ms: 2, tpot_ms: 2, chunks: 4, chunk_bytes: 131072}}
     input_connectors: {{from_stage_0: shm}}
     output_connectors: {{to_stage_2: shm}}
   - stage_id: 2
@@ -63,7 +63,7 @@ stages:
     engine: sim
     num_replicas: 2
     max_num_seqs: 256
-    sim: {{output: audio, ttft_ms: 10, seconds_per_chunk: 0.1}}
+    sim: {{output: audio, ttft_ms: 2, seconds_per_chunk: 0.1}}
     input_connectors: {{from_stage_1: shm}}
     final_output: true
     final_output_type: audio
