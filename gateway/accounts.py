@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 from gateway.token_bucket import TokenBucket
 from omnicore import errors
@@ -16,12 +17,27 @@ OTHERS = "other"
 """Label of the keys that have none of their own in the metrics."""
 
 
+class Elsewhere(Protocol):
+    """What other processes of this gateway use of a key, and how they learn of what is used here."""
+
+    def add(self, requests: int, tokens: int, active: int) -> None:
+        """Here more was used, or given back."""
+        ...
+
+    def others(self) -> tuple[int, int, int]:
+        """Requests and tokens used so far elsewhere, and requests that run or wait there."""
+        ...
+
+
 class Account:
     """One key's use. Its limits follow the key's line, its use outlives changes of it."""
 
-    __slots__ = ("_requests", "_tokens", "active", "admitted", "key", "limited", "rejected", "tokens_used")
+    __slots__ = (
+        "_active_elsewhere", "_elsewhere", "_requests", "_seen", "_tokens", "active", "admitted", "key", "limited",
+        "rejected", "tokens_used",
+    )  # fmt: skip
 
-    def __init__(self, key: ApiKey, now_s: float) -> None:
+    def __init__(self, key: ApiKey, now_s: float, elsewhere: Elsewhere | None = None) -> None:
         self.active = 0
         """Requests that run or wait."""
         self.admitted = 0
@@ -30,6 +46,10 @@ class Account:
         self.tokens_used = 0
         self._requests: TokenBucket | None = None
         self._tokens: TokenBucket | None = None
+        self._elsewhere = elsewhere
+        self._active_elsewhere = 0
+        # What was used there before we came is no business of our buckets, which begin full.
+        self._seen = elsewhere.others()[:2] if elsewhere is not None else (0, 0)
         self.set_key(key, now_s)
 
     def set_key(self, key: ApiKey, now_s: float) -> None:
@@ -41,26 +61,55 @@ class Account:
 
     def check(self, now_s: float) -> errors.ResourceExhaustedError | None:
         """The error for one more request now, which then counts nothing; None, and it counts."""
+        if self._elsewhere is not None:
+            self._hear_of_others(self._elsewhere, now_s)
         if self._requests is not None and (wait_s := self._requests.wait_s(now_s)) > 0:
             return self._refusal("rate_limited", f"{self.key.requests_per_minute} requests per minute", wait_s)
         if self._tokens is not None and (wait_s := self._tokens.wait_s(now_s)) > 0:
             return self._refusal("token_limited", f"{self.key.tokens_per_minute} tokens per minute", wait_s)
-        if self.key.max_concurrent and self.active >= self.key.max_concurrent:
+        if self.key.max_concurrent and self.active + self._active_elsewhere >= self.key.max_concurrent:
             return self._refusal("too_many_concurrent", f"{self.key.max_concurrent} requests at once", RETRY_AFTER_S)
-        if self._requests is not None:
-            self._requests.take(1.0, now_s)
+        self._count_request(1, now_s)
         return None
+
+    def enter(self) -> None:
+        """One more runs or waits."""
+        self.active += 1
+        if self._elsewhere is not None:
+            self._elsewhere.add(0, 0, 1)
+
+    def exit(self) -> None:
+        """One that ran or waited does no longer."""
+        self.active -= 1
+        if self._elsewhere is not None:
+            self._elsewhere.add(0, 0, -1)
 
     def not_served(self, now_s: float) -> None:
         """A request that counted was not admitted after all."""
-        if self._requests is not None:
-            self._requests.take(-1.0, now_s)
+        self._count_request(-1, now_s)
 
     def served(self, tokens: int, now_s: float) -> None:
         """A request has ended that used ``tokens``."""
         self.tokens_used += tokens
         if self._tokens is not None:
             self._tokens.take(tokens, now_s)
+        if self._elsewhere is not None:
+            self._elsewhere.add(0, tokens, 0)
+
+    def _count_request(self, count: int, now_s: float) -> None:
+        if self._requests is not None:
+            self._requests.take(count, now_s)
+        if self._elsewhere is not None:
+            self._elsewhere.add(count, 0, 0)
+
+    def _hear_of_others(self, elsewhere: Elsewhere, now_s: float) -> None:
+        """What was used elsewhere since we last looked leaves our buckets, too."""
+        requests, tokens, self._active_elsewhere = elsewhere.others()
+        if self._requests is not None:
+            self._requests.take(requests - self._seen[0], now_s)
+        if self._tokens is not None:
+            self._tokens.take(tokens - self._seen[1], now_s)
+        self._seen = (requests, tokens)
 
     def _refusal(self, cause: str, limit: str, wait_s: float) -> errors.ResourceExhaustedError:
         self.rejected[cause] += 1
@@ -75,9 +124,13 @@ class Account:
 class Accounts:
     """The accounts of all keys that were seen."""
 
-    def __init__(self, most_labels: int = 200) -> None:
-        """``most_labels``: keys that have a label of their own in the metrics."""
+    def __init__(
+        self, most_labels: int = 200, *, elsewhere: Callable[[str], Elsewhere | None] = lambda key_id: None
+    ) -> None:
+        """``most_labels``: keys that have a label of their own in the metrics. ``elsewhere``: of a key's id, where more
+        processes serve it."""
         self._accounts: dict[str, Account] = {}
+        self._elsewhere = elsewhere
         self._most_labels = most_labels
 
     def __len__(self) -> int:
@@ -87,7 +140,7 @@ class Accounts:
         """The account of ``key``."""
         account = self._accounts.get(key.id)
         if account is None:
-            account = self._accounts[key.id] = Account(key, now_s)
+            account = self._accounts[key.id] = Account(key, now_s, self._elsewhere(key.id) if key.id else None)
         elif account.key is not key:
             account.set_key(key, now_s)
         return account

@@ -94,13 +94,19 @@ class Admission:
     """Counts requests in and out. Used from one event loop."""
 
     def __init__(
-        self, max_inflight: int, max_queued: int, queue_timeout_s: float, *, clock: Clock = SYSTEM_CLOCK
+        self,
+        max_inflight: int,
+        max_queued: int,
+        queue_timeout_s: float,
+        *,
+        accounts: Accounts | None = None,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.inflight = 0
         self.draining = False
         self.rejected: Counter[str] = Counter()
         """Requests refused so far, by reason."""
-        self.accounts = Accounts()
+        self.accounts = accounts if accounts is not None else Accounts()
         self.waits = tuple(Waits() for _ in Priority)
         self._max_inflight = max_inflight
         self._max_queued = max_queued
@@ -154,7 +160,7 @@ class Admission:
             self.inflight += 1
             self.waits[entry.priority].at_once += 1
             entry.account = account
-            account.active += 1
+            account.enter()
         else:
             await self._wait(entry, account, now_s)
         account.admitted += 1
@@ -166,7 +172,7 @@ class Admission:
         assert account is not None, "it has not entered, or has left"
         now_s = self._clock.monotonic()
         entry.account = None
-        account.active -= 1
+        account.exit()
         account.served(tokens, now_s)
         if self._queue:
             self._between_s += (now_s - self._left_s - self._between_s) * _NEWEST
@@ -190,13 +196,13 @@ class Admission:
                 self._make_room(entry, account)
             place = entry.place = asyncio.get_running_loop().create_future()
             entry.account, entry.since_s = account, now_s
-            account.active += 1
+            account.enter()
             self._queue.push(entry, entry.priority, account.key.id)
             self._arm(entry)
             try:
                 await place
             except BaseException:
-                account.active -= 1
+                account.exit()
                 entry.account = None
                 if not self._queue.remove(entry) and place.done() and not place.cancelled() and not place.exception():
                     self._pass_on()  # the place was given in the same moment: somebody else's now
@@ -205,7 +211,7 @@ class Admission:
                 entry.place = None
                 self._waiting.pop(entry, None)
             if entry.gone:
-                account.active -= 1
+                account.exit()
                 entry.account = None
                 self._pass_on()
                 raise _aborted(entry)

@@ -16,6 +16,7 @@ from gateway.access.calls import KeyInterceptor
 from gateway.access.control import AccessControl
 from gateway.access.cors import Cors
 from gateway.access.http import HttpAccess
+from gateway.accounts import Accounts
 from gateway.admission import Admission
 from gateway.config import GatewayConfig
 from gateway.control_plane_watch import ControlPlaneWatch
@@ -28,6 +29,7 @@ from gateway.http.service import HttpLimits, HttpService
 from gateway.http.tls import https_context
 from gateway.metrics import GatewayMetrics
 from gateway.orchestrator import Orchestrator
+from gateway.processes.shared_use import SharedUse
 from gateway.processes.siblings import Place, Siblings
 from gateway.processes.supervisor import serve_together
 from gateway.replica_table import ReplicaTable
@@ -82,7 +84,9 @@ class Gateway:
             connect=self._security.to_worker,
         )
         self.metrics = GatewayMetrics()
-        admission = Admission(config.max_inflight, config.max_queued, config.queue_timeout_s)
+        self._use = SharedUse(self.siblings.place) if not self.siblings.place.alone else None
+        accounts = Accounts(elsewhere=self._use.of) if self._use is not None else Accounts()
+        admission = Admission(config.max_inflight, config.max_queued, config.queue_timeout_s, accounts=accounts)
         self.access.on_reload = admission.keys_changed
         self.orchestrator = Orchestrator(
             self.router,

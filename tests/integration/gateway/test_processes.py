@@ -16,7 +16,8 @@ import grpc
 import pytest
 
 from omni.v1 import inference_service_pb2, inference_service_pb2_grpc
-from omnicore import rpc
+from omnicore import api_keys, rpc
+from omnicore.api_keys import ApiKey, KeyRole
 from tests.integration.gateway.conftest import USER
 from tests.integration.gateway.scripted import Call, Cluster, cluster
 from tests.integration.gateway.scripts import tokens
@@ -25,6 +26,7 @@ from tests.support.processes import ServiceProcess, Services, wait_until
 from tests.support.processes import services as services  # a fixture
 
 PROCESSES = 2
+ADMIN, SINGLE = "omni_" + "a" * 40, "omni_" + "s" * 40
 BODY = {"model": "text", "messages": USER}
 
 
@@ -40,10 +42,10 @@ class _Gateway:
         async with aiohttp.ClientSession() as http, http.get(self.url + path) as response:
             return response.status, await response.text()
 
-    async def chat(self) -> int:
+    async def chat(self, key: str = ADMIN) -> int:
         """Status of one request."""
         async with (
-            aiohttp.ClientSession() as http,
+            aiohttp.ClientSession(headers={"x-api-key": key}) as http,
             http.post(self.url + "/v1/chat/completions", json=BODY) as response,
         ):
             await response.read()
@@ -96,10 +98,14 @@ async def scripted() -> AsyncIterator[tuple[Cluster, asyncio.Event]]:
         yield running, opened
 
 
-def _hanging(channel: grpc.aio.Channel, request_id: str) -> Any:
+def _hanging(channel: grpc.aio.Channel, request_id: str, key: str = ADMIN) -> Any:
     request = inference_service_pb2.GenerateRequest(model="text", request_id=request_id)
     request.prompt.text = "hang"
-    return inference_service_pb2_grpc.InferenceServiceStub(channel).Generate(request)
+    return inference_service_pb2_grpc.InferenceServiceStub(channel).Generate(request, metadata=_key(key))
+
+
+def _key(key: str) -> tuple[tuple[str, str], ...]:
+    return (("x-api-key", key),)
 
 
 async def _draining(gateway: _Gateway) -> bool:
@@ -109,11 +115,17 @@ async def _draining(gateway: _Gateway) -> bool:
         return False  # a process that had nothing to wait for has just closed its port
 
 
-async def test_several_processes_are_one_gateway(scripted: tuple[Cluster, asyncio.Event], services: Services) -> None:
+async def test_several_processes_are_one_gateway(
+    scripted: tuple[Cluster, asyncio.Event], services: Services, tmp_path: Path
+) -> None:
     running, opened = scripted
+    keys = tmp_path / "keys"
+    admin = ApiKey("admin", api_keys.hashed(ADMIN), roles=frozenset({KeyRole.ADMIN}))
+    single = ApiKey("single", api_keys.hashed(SINGLE), max_concurrent=1)
+    keys.write_text(f"{api_keys.line(admin)}\n{api_keys.line(single)}\n")
     parent = await services.start(
         "gateway", "--workers", str(PROCESSES), "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0",
-        "--control-plane", running.control_plane.address,
+        "--control-plane", running.control_plane.address, "--api-keys", str(keys),
     )  # fmt: skip
     gateway = _Gateway(parent)
     await gateway.all_ready()
@@ -133,18 +145,22 @@ async def test_several_processes_are_one_gateway(scripted: tuple[Cluster, asynci
     # A request is known, and ended, by its id from everywhere.
     worker = running.workers[0]
     async with rpc.channel(parent.ready["grpc"]) as channel:
-        call = _hanging(channel, "long")
+        call = _hanging(channel, "long", SINGLE)
         await wait_until(lambda: len(worker.running) == 1, what="the call at its worker")
+        # Its key is at its limit at every process.
+        assert [await gateway.chat(SINGLE) for _ in range(6)] == [429] * 6
         for _ in range(6):
             async with rpc.channel(parent.ready["grpc"]) as other:
                 found = await inference_service_pb2_grpc.InferenceServiceStub(other).GetRequest(
-                    inference_service_pb2.GetRequestRequest(request_id="long")
+                    inference_service_pb2.GetRequestRequest(request_id="long"), metadata=_key(SINGLE)
                 )
                 assert found.status == "running"
         async with rpc.channel(parent.ready["grpc"]) as other:
             stub = inference_service_pb2_grpc.InferenceServiceStub(other)
             for name, known in (("long", True), ("other", False)):
-                aborted = await stub.Abort(inference_service_pb2.InferenceServiceAbortRequest(request_id=name))
+                aborted = await stub.Abort(
+                    inference_service_pb2.InferenceServiceAbortRequest(request_id=name), metadata=_key(ADMIN)
+                )
                 assert aborted.found == known
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             async for _ in call:

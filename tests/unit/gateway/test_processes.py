@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.accounts import Accounts
 from gateway.config import GatewayConfig
 from gateway.processes import together
+from gateway.processes.shared_use import SharedUse
 from gateway.processes.siblings import Place, Siblings
 from gateway.processes.supervisor import flags, share
 from omnicore import config as configuration
+from omnicore.api_keys import ApiKey
 
 TEXT = b"""\
 # HELP a_total Some.
@@ -115,3 +118,49 @@ def test_wrong_places(text: str) -> None:
     place = Place("/d:e", 1, 2)
     assert Place.parse(str(place)) == place
     assert Place.parse("").alone
+
+
+def test_limits_of_a_key_are_for_all_processes_together(tmp_path: Path) -> None:
+    places = [Place(str(tmp_path), index, 3) for index in range(3)]
+    uses = [SharedUse(place) for place in places]
+    ids = [f"key-{number}" for number in range(50)]
+    for number, use in enumerate(uses):  # whoever sees a key first, all find the same column
+        for key_id in (ids, ids[::-1], ids)[number]:
+            found = use.of(key_id)
+            assert found is not None
+            found.add(len(key_id), 1, 0)
+    for key_id in ids:
+        found = uses[0].of(key_id)
+        assert found is not None
+        assert found.others() == (2 * len(key_id), 2, 0)
+
+    key = ApiKey("alice", "0" * 64, requests_per_minute=6, tokens_per_minute=100, max_concurrent=2)
+    first, second, third = (Accounts(elsewhere=use.of).of(key, 0.0) for use in uses)
+    for account in (first, second):
+        assert account.check(0.0) is None
+        account.enter()
+    refused = third.check(0.0)
+    assert refused is not None
+    assert refused.metadata["cause"] == "too_many_concurrent"
+    first.exit()
+    second.exit()
+    for account in (third, first, second, third):
+        assert account.check(0.0) is None
+    assert [account.check(0.0) is None for account in (first, second, third)] == [False] * 3, "six in all"
+    third.not_served(0.0)
+    assert first.check(0.0) is None
+    second.served(150, 0.0)
+    refused = first.check(10.0)
+    assert refused is not None
+    assert refused.metadata["cause"] == "token_limited"
+    assert first.check(41.0) is None
+
+    # A process that died with requests running is replaced: they do not run any more, what was used stays used.
+    second.enter()
+    again = SharedUse(places[1])
+    found = uses[0].of("alice")
+    assert found is not None
+    assert found.others()[2] == 0
+    assert found.others()[1] == 150
+    for use in (*uses, again):
+        use.close()
