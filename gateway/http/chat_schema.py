@@ -50,24 +50,14 @@ _BOOLEANS = frozenset(("ignore_eos", "skip_special_tokens"))
 SAMPLING = _NUMBERS | _INTEGERS | _BOOLEANS | {"max_tokens", "max_completion_tokens", "stop", "stop_token_ids"}
 MAX_OPTION_CHARS = {"bot_task": 64, "negative_prompt": 8192}
 _PROMPT_OPTIONS = frozenset(MAX_OPTION_CHARS)
+# What most bodies do not have, so that one look is enough.
+_RARE = _PROMPT_OPTIONS | {"n", "timeout", "priority", "logprobs", "top_logprobs", "response_format"}
 _KNOWN = (
     SAMPLING
     | _REFUSED.keys()
     | _HARMLESS
-    | {
-        "model",
-        "messages",
-        "extra_body",
-        "priority",
-        "modalities",
-        "audio",
-        "stream",
-        "stream_options",
-        "session_id",
-        "n",
-        "timeout",
-    }
-    | {"logprobs", "top_logprobs", "response_format", "bot_task", "negative_prompt"}
+    | _RARE
+    | {"model", "messages", "extra_body", "modalities", "audio", "stream", "stream_options", "session_id"}
 )
 
 
@@ -107,22 +97,25 @@ def parse_chat(
     graph = validation.find_pipeline(pipelines, fields.string("model", "") or "")
     validation.check_task(graph, "chat", "model")
     modalities = validation.check_modalities(graph, "chat", fields.strings("modalities"))
-    _check_returnable(modalities)
+    if modalities != ("text",):
+        _check_returnable(modalities)
     stream, include_usage = read_stream(fields)
     audio_format, speech = _audio(fields, modalities, stream)
     prompt = prompt_pb2.Prompt()
     messages = Messages(prompt, media_domains)
     messages.read(fields.array("messages", required=True) or [])
     validation.check_prompt(prompt, prompt_limit_bytes, "messages")
-    read_prompt_options(fields, prompt)
     sampling = read_sampling(fields)
-    logprobs = _logprobs(fields, sampling)
-    read_response_format(fields, sampling)
     session_id = fields.string("session_id", "") or ""
     validation.check_id("session_id", session_id)
-    n, timeout_s, priority = read_choices(fields), read_timeout(fields), fields.integer("priority")
-    if n > 1 and "audio" in modalities:
-        raise errors.InvalidRequestError.field("n", "must be 1 with audio among the modalities")
+    n, timeout_s, priority, logprobs = 1, 0.0, None, False
+    if fields.present(_RARE):
+        read_prompt_options(fields, prompt)
+        logprobs = _logprobs(fields, sampling)
+        read_response_format(fields, sampling)
+        n, timeout_s, priority = read_choices(fields), read_timeout(fields), fields.integer("priority")
+        if n > 1 and "audio" in modalities:
+            raise errors.InvalidRequestError.field("n", "must be 1 with audio among the modalities")
     fields.refuse(_REFUSED, NOT_OFFERED)
     fields.finish(_KNOWN)
     return ChatRequest(
