@@ -133,7 +133,7 @@ COMPONENTS: Final[Mapping[str, Schema]] = {
                     "role content",
                     role=text("", "assistant"), refusal=or_null(text()),
                     content=either(
-                        text(), {"type": "null"}, several({"type": "object"}), description="A list of parts with images."
+                        text(), {"type": "null"}, several({"type": "object"}), description="A list where it has images."
                     ),
                     audio=got(
                         "id data transcript expires_at",
