@@ -142,8 +142,7 @@ class ReplicaSession:
                 del self._calls[index], self._sinks[call_id]
                 self._note_idle()
                 return
-        due_s = asyncio.get_running_loop().time() + ABORT_ACK_S
-        self._sinks[call_id] = AbortedCall(request_id, due_s)
+        self._sinks[call_id] = AbortedCall(request_id)
         self._aborts.append(call_id)
         self._wake.set()
 
@@ -198,7 +197,7 @@ class ReplicaSession:
             self._wake.set()
         silence, was_suspicious = self._silence, self._silence.suspicious
         if self._sinks and not was_suspicious:  # of one that says nothing at all, silence itself is the sign
-            self._give_up_aborts(loop.time())
+            self._give_up_aborts()
         silence.tick(elapsed_s, self.frames_received, owed=bool(self._sinks))
         if silence.suspicious != was_suspicious:
             self._listener.on_silence(self.record, silence.suspicious)
@@ -210,8 +209,13 @@ class ReplicaSession:
         if self._sinks:
             self._watch()
 
-    def _give_up_aborts(self, now_s: float) -> None:
-        overdue = {i: s for i, s in self._sinks.items() if isinstance(s, AbortedCall) and s.due_s <= now_s}
+    def _give_up_aborts(self) -> None:
+        overdue: dict[int, AbortedCall] = {}
+        for call_id, sink in self._sinks.items():
+            if isinstance(sink, AbortedCall):
+                sink.ticks += 1  # time in which this process did not run does not count, as with silence
+                if sink.ticks > ABORT_ACK_S / _TICK_S:
+                    overdue[call_id] = sink
         for call_id in overdue:
             del self._sinks[call_id]
         if not overdue:

@@ -51,11 +51,12 @@ class SessionListener(Protocol):
 class AbortedCall:
     """Takes the place of an aborted call's sink until the worker has told its end."""
 
-    __slots__ = ("due_s", "request_id")
+    __slots__ = ("request_id", "ticks")
 
-    def __init__(self, request_id: str, due_s: float) -> None:
+    def __init__(self, request_id: str) -> None:
         self.request_id = request_id
-        self.due_s = due_s
+        self.ticks = 0
+        """Of the session, since."""
 
     def on_event(self, event: stage_service_pb2.StageEvent) -> bool:
         """What was under way still arrives."""
