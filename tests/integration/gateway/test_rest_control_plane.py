@@ -12,6 +12,8 @@ import grpc.aio
 import orjson
 import pytest
 
+from gateway.app import Gateway
+from gateway.config import GatewayConfig
 from omni.v1 import (
     admin_service_pb2,
     admin_service_pb2_grpc,
@@ -22,8 +24,6 @@ from omni.v1 import (
 )
 from omnicore import errors, rpc
 from omnicore.rpc import ServicerContext
-from tests.integration.gateway.conftest import running_stand
-from tests.support.pipelines import text_pipeline
 from tests.support.ports import reserved_port
 from tests.support.processes import wait_until
 
@@ -128,8 +128,13 @@ async def http(planes: list[Plane]) -> AsyncIterator[aiohttp.ClientSession]:
     """A client of a gateway that knows a dead control plane, then both."""
     async with running(planes[0]) as first, running(planes[1]) as second:
         addresses = (f"127.0.0.1:{reserved_port()}", first, second)
-        async with running_stand(text_pipeline(), control_plane=addresses) as stand:
-            yield stand.http
+        gateway = Gateway(GatewayConfig(control_plane=addresses, http="127.0.0.1:0", grpc="127.0.0.1:0"))
+        try:
+            listening = await gateway.start()
+            async with aiohttp.ClientSession(f"http://{listening['http']}") as client:
+                yield client
+        finally:
+            await gateway.close()
 
 
 async def test_the_next_control_plane_is_asked(planes: list[Plane], http: aiohttp.ClientSession) -> None:
