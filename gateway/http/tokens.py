@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 TIMEOUT_S = 30.0
 """An answer takes milliseconds, and behind long prompts of others some more."""
+_TRIES = 3
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "chat_template": (),
@@ -77,6 +78,18 @@ class TokenEndpoints:
         await exchange.json({"prompt": answer.text})
 
     async def _ask(
+        self, exchange: Exchange, graph: PipelineGraph, call: Callable[[pb_grpc.StageServiceAsyncStub], Awaitable[T]]
+    ) -> T:
+        # Asking twice does no harm: a replica that is lost meanwhile is no reason to fail.
+        for left in reversed(range(_TRIES)):
+            try:
+                return await self._ask_once(exchange, graph, call)
+            except errors.UnavailableError:
+                if not left:
+                    raise
+        raise AssertionError("unreachable")
+
+    async def _ask_once(
         self, exchange: Exchange, graph: PipelineGraph, call: Callable[[pb_grpc.StageServiceAsyncStub], Awaitable[T]]
     ) -> T:
         key = (graph.name, entry_stage(graph).stage_id)
