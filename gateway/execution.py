@@ -22,18 +22,20 @@ import asyncio
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from gateway import failures
+from gateway import cfg, failures
 from gateway.emitted import Skip
 from gateway.execution_parts import ExecutionParts
 from gateway.replay import Move, plan_restart, spoils_output
 from gateway.replica_table import Claim
 from gateway.request import RequestState
+from gateway.router import Source
 from gateway.stage_calls import CallMaker
 from gateway.stage_pool import Assignment
 from gateway.stage_work import EdgeKey, StageRun, StageWork
 from omni.v1 import output_pb2
 from omnicore import errors
 from omnicore.backoff import Backoff
+from omnicore.durations import to_seconds
 from omnicore.log import get_logger
 from omnicore.turns import Turn
 
@@ -56,8 +58,14 @@ class Execution:
         self.state = state
         retains = parts.limits.replays > 0
         self.works: dict[int, StageWork] = {
-            step.stage_id: StageWork(step, retains=retains and bool(step.outputs)) for step in state.plan.steps
+            step.stage_id: StageWork(
+                step,
+                retains=retains and bool(step.outputs),
+                roles=() if state.plan.async_chunk else cfg.roles(step, state.spec.prompt),
+            )
+            for step in state.plan.steps
         }
+        state.companions = tuple(dict.fromkeys(role for work in self.works.values() for role in work.roles))
         self.attempt = 0
         """Number of the newest attempt; fences its data from that of earlier ones."""
         self.tried: set[Claim] = set()
@@ -111,11 +119,15 @@ class Execution:
     def call_finished(self, run: StageRun, finish: output_pb2.CallFinish) -> None:
         """A call is complete; with it maybe its stage, and the request."""
         work = run.work
+        if run.role:
+            self.state.note("companion_finished", run.ref, finish.reason, run.role)
+        else:
+            work.finish = finish
         if not all(other.finished for other in work.runs):
             return
-        if not work.counted:
+        if not work.counted and work.finish is not None:
             work.counted = True
-            self._count(work, finish)
+            self._count(work, work.finish)
         work.finished = True
         work.end()
         self.state.note("stage_finished", run.ref, finish.reason)
@@ -332,49 +344,87 @@ class Execution:
 
     async def _dispatch(self, works: list[StageWork]) -> None:
         """Pick for all of ``works``, then call all: flowing stages must know each other's replicas."""
-        picked = list[Assignment]()
+        picked = list[tuple[StageWork, str, Assignment]]()
         turns: dict[int, list[Turn[EdgeKey]]] = {}
         runs: list[StageRun] = []
         try:
             if not await self._take_turns(works, turns):
                 return
             for work in works:
-                picked.append(await self._pick(work))
+                for role in ("", *work.roles):
+                    picked.append((work, role, await self._pick(work, role, picked)))
             if not self._stopped:
-                runs = [self._new_run(work, assignment) for work, assignment in zip(works, picked, strict=True)]
+                runs = [self._new_run(*place) for place in picked]
         finally:
             if not runs:
-                for assignment in picked:
+                for _, _, assignment in picked:
                     assignment.release()
                 for waiting in turns.values():
                     for turn in waiting:
                         turn.leave()
+        if not runs:
+            return
+        for work in works:
+            work.turns = [*work.turns, *turns.get(work.stage_id, ())]
+            work.started = True
+            self._set_timer(work)
         for run in runs:
-            run.work.turns = [*run.work.turns, *turns.get(run.work.stage_id, ())]
-            run.work.started = True
             run.work.runs.append(run)
         for run in runs:
             if self._stopped:
                 return
             self._submit(run)
 
-    async def _pick(self, work: StageWork) -> Assignment:
-        spec = self.state.spec
+    async def _pick(
+        self, work: StageWork, role: str, picked: Sequence[tuple[StageWork, str, Assignment]]
+    ) -> Assignment:
+        spec, key = self.state.spec, (self.state.spec.graph.name, work.stage_id)
+
+        def inputs() -> list[Source]:
+            places = {other.stage_id: other.run.assignment for other in self.works.values() if other.runs}
+            places |= {other.stage_id: assignment for other, other_role, assignment in picked if not other_role}
+            return [
+                Source(places[edge.from_stage].slot, *spec.graph.connector_of(edge))
+                for edge in work.step.inputs
+                if edge.from_stage in places
+            ]
+
         return await self._router.pick(
-            (spec.graph.name, work.stage_id),
-            self.state.wire_id,
-            session_id=spec.session_id,
+            key,
+            cfg.companion_id(self.state.wire_id, role),
+            affinity_from=self.state.wire_id if role else "",
+            session_id="" if role else spec.session_id,
+            strict_session=spec.strict_session,
             exclude=self.tried,
+            hint=self._router.hint(key, spec.prompt, spec.session_id, inputs),
             max_wait_s=None,
         )
 
-    def _new_run(self, work: StageWork, assignment: Assignment) -> StageRun:
+    def _set_timer(self, work: StageWork) -> None:
+        """A bundle has a time of its own, if its plan says so."""
+        plan = work.step.stage.companions
+        if work.roles and plan.HasField("timeout") and work.timer is None:
+            limit_s = to_seconds(plan.timeout)
+            work.timer = asyncio.get_running_loop().call_later(limit_s, self._bundle_late, work, limit_s)
+
+    def _bundle_late(self, work: StageWork, limit_s: float) -> None:
+        late = [run.role or "the request itself" for run in work.runs if not run.finished]
+        error = errors.DeadlineExceededError(
+            f"stage {work.stage_id} and its companions were not done within {limit_s:g} s: {', '.join(late)}",
+            reason="COMPANION_DEADLINE",
+            metadata={"request_id": self.state.request_id, "stage": work.stage_id, "late": ",".join(late)},
+        )
+        self.state.end("failed", error)  # stops this as well
+
+    def _new_run(self, work: StageWork, role: str, assignment: Assignment) -> StageRun:
         session = assignment.slot.session
         if session is None:
             raise errors.UnavailableError(f"replica {assignment.slot.key} has no session", reason="REPLICA_LOST")
-        run = StageRun(self, self.state, work, assignment, session)
+        run = StageRun(self, self.state, work, assignment, session, role)
         run.attempt = self.attempt
         run.keeps_outputs = bool(work.step.outputs) and not self._flows
+        if role:
+            return run  # only for other stages, and from the start
         run.emits = work.step.emits and work.move is not Move.REMAKE
         if run.emits and self._records_output:
             run.emitted = work.emitted
@@ -390,7 +440,7 @@ class Execution:
         except errors.UnavailableError as error:
             run.on_error(error)
         else:
-            self.state.note("dispatched", run.ref, run.assignment.reason)
+            self.state.note("dispatched", run.ref, run.assignment.reason, run.role)
 
     async def _take_turns(self, works: Sequence[StageWork], turns: dict[int, list[Turn[EdgeKey]]]) -> bool:
         """Return True when it is this request's turn at every limited edge into those of ``works`` that start for the

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from gateway import cfg
 from gateway.graph import RoutePlan, StageStep
 from gateway.paths import EdgePaths
 from gateway.replay import Move
@@ -31,7 +32,7 @@ class CallMaker:
         work, spec = run.work, self._state.spec
         step = work.step
         call = stage_service_pb2.StageCall(
-            request_id=self._state.wire_id,
+            request_id=cfg.companion_id(self._state.wire_id, run.role),
             attempt=run.attempt,
             emit_output=run.emits,
             sampling=merge_sampling(step, spec.sampling),
@@ -40,8 +41,15 @@ class CallMaker:
         )
         left_s = max(self._deadline_s - time.monotonic(), 0.001)
         call.timeout.seconds, call.timeout.nanos = int(left_s), int(left_s % 1 * 1e9)
-        if step.is_entry:
+        if run.role:
+            call.prompt.CopyFrom(cfg.companion_prompt(run.role, spec.prompt))
+            if limit := step.stage.companions.max_tokens:
+                call.sampling.max_tokens = limit
+                call.sampling.min_tokens = min(limit, call.sampling.min_tokens)
+        elif step.is_entry:
             call.prompt.CopyFrom(spec.prompt)
+            if cfg.TEXT in work.roles:
+                call.prompt.negative_prompt = ""  # that is what a companion is asked
         if run.resumed:
             call.resume.token_ids.extend(work.emitted.token_ids)
             call.resume.text = work.emitted.text
@@ -49,7 +57,7 @@ class CallMaker:
                 # It had ended after these: whatever it ended for, it must not go on now.
                 call.sampling.max_tokens = len(work.emitted.token_ids)
         for edge in step.inputs:
-            call.inputs.append(self._input(run, edge))
+            call.inputs.extend(self._input(run, edge, producer) for producer in self._works[edge.from_stage].runs)
         for edge in step.outputs:
             call.outputs.add(
                 to_stage=edge.to_stage,
@@ -69,9 +77,8 @@ class CallMaker:
         views = run.assignment.slot.view, consumer.run.assignment.slot.view
         return self._paths.connector(self._plan, edge, views[0].record, views[1].record)
 
-    def _input(self, run: StageRun, edge: pipeline_pb2.Edge) -> stage_service_pb2.EdgeInput:
-        producer = self._works[edge.from_stage].run
-        result = stage_service_pb2.EdgeInput(from_stage=edge.from_stage)
+    def _input(self, run: StageRun, edge: pipeline_pb2.Edge, producer: StageRun) -> stage_service_pb2.EdgeInput:
+        result = stage_service_pb2.EdgeInput(from_stage=edge.from_stage, role=producer.role)
         if self._plan.async_chunk:
             result.flow.replica.CopyFrom(producer.ref)
             result.flow.endpoint = producer.session.record.endpoint

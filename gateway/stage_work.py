@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -36,15 +37,23 @@ class StageRun:
 
     __slots__ = (
         "assignment", "attempt", "call_id", "emits", "emitted", "ended", "finished", "keeps_outputs", "outputs",
-        "owner", "ref", "resumed", "session", "session_breaks", "skip", "state", "work",
+        "owner", "ref", "resumed", "role", "session", "session_breaks", "skip", "state", "work",
     )  # fmt: skip
 
     def __init__(
-        self, owner: CallOwner, state: RequestState, work: StageWork, assignment: Assignment, session: ReplicaSession
+        self,
+        owner: CallOwner,
+        state: RequestState,
+        work: StageWork,
+        assignment: Assignment,
+        session: ReplicaSession,
+        role: str = "",
     ) -> None:
         self.owner = owner
         self.state = state
         self.work = work
+        self.role = role
+        """Which companion of the request; empty: the request itself."""
         self.attempt = 0
         self.emits = False
         self.emitted: Emitted | None = None
@@ -147,12 +156,18 @@ class StageWork:
     """
 
     __slots__ = (
-        "counted", "data_gone", "emitted", "finished", "move", "old_runs", "resume_refused", "retains", "runs",
-        "started", "step", "turns",
+        "counted", "data_gone", "emitted", "finish", "finished", "move", "old_runs", "resume_refused", "retains",
+        "roles", "runs", "started", "step", "timer", "turns",
     )  # fmt: skip
 
-    def __init__(self, step: StageStep, *, retains: bool) -> None:
+    def __init__(self, step: StageStep, *, retains: bool, roles: tuple[str, ...] = ()) -> None:
         self.step = step
+        self.roles = roles
+        """Companions that run beside the request's own call."""
+        self.finish: output_pb2.CallFinish | None = None
+        """Of the request's own call."""
+        self.timer: asyncio.TimerHandle | None = None
+        """Ends the bundle when it takes too long."""
         self.retains = retains
         """Replicas are asked to keep what it publishes."""
         self.runs: list[StageRun] = []
@@ -202,6 +217,7 @@ class StageWork:
 
     def restart(self, move: Move | None) -> None:
         """Its calls are over; it waits for new ones."""
+        self._stop_timer()
         for run in self.runs:
             if run.ended and self.step.outputs:
                 self.old_runs.append(run)
@@ -213,9 +229,15 @@ class StageWork:
 
     def end(self) -> None:
         """It has finished, or the request has ended: others may have its turns."""
+        self._stop_timer()
         turns, self.turns = self.turns, ()
         for turn in turns:
             turn.leave()
+
+    def _stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
     def stop(self, *, complete: bool) -> None:
         """The request is over. ``complete``: every consumer has read what it needs, so only what was kept for others

@@ -142,14 +142,16 @@ class WorkerParts:
     def _check_inputs(self, call: stage_service_pb2.StageCall) -> None:
         me = self.stage.stage_id
         upstream = [edge.from_stage for edge in self.pipeline.edges if edge.to_stage == me]
-        seen: set[int] = set()
+        seen: set[tuple[int, str]] = set()
         for index, item in enumerate(call.inputs):
             at = f"inputs[{index}]"
             _check(item.from_stage in upstream, f"{at}.from_stage", f"{item.from_stage} has no edge to stage {me}")
-            _check(item.from_stage not in seen, f"{at}.from_stage", f"{item.from_stage} is given twice")
-            seen.add(item.from_stage)
+            twice = f"{item.from_stage}{f' ({item.role})' if item.role else ''} is given twice"
+            _check((item.from_stage, item.role) not in seen, f"{at}.from_stage", twice)
+            seen.add((item.from_stage, item.role))
             source = item.WhichOneof("source")
             _check(source is not None, f"{at}.source", "handles or flow is required")
+            _check(not item.role or source == "handles", f"{at}.source", "a companion's data is ready: handles")
             if source == "flow":
                 _check(bool(item.flow.endpoint), f"{at}.flow.endpoint", "required")
                 _check(

@@ -71,6 +71,9 @@ class EngineRequest:
     """Only for engines with the feature "resume". Go on from there, as if this engine had made those tokens: limits,
     penalties, stops and the counts of ``finish`` include them. Outputs have only what follows ``text`` and the tokens;
     if they were the end, the first output has ``finish``."""
+    companions: Mapping[tuple[int, str], AsyncIterator[Payload]] = dataclasses.field(default_factory=dict)
+    """Upstream stage id and role ("cfg_text", …) → the chunks of that companion of the request, as ``inputs``; by the
+    order of roles. ``stage_worker.companions`` says what guided models call them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

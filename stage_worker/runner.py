@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Protocol, cast
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
 
-from connectors.payload import Payload
 from omni.v1 import output_pb2, prompt_pb2, stage_service_pb2
 from omnicore.errors import (
     DeadlineExceededError,
@@ -75,7 +74,7 @@ class CallRunner:
         self._task: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
         self._outputs: list[OutputGroup] = []
-        self._inputs: dict[int, FlowReader | HandleReader] = {}
+        self._inputs: dict[tuple[int, str], FlowReader | HandleReader] = {}
         parts.calls.add(self)
         try:
             self._outputs = output_groups(parts, call.outputs)
@@ -221,13 +220,21 @@ class CallRunner:
                 edge = parts.edge(call, item.from_stage, parts.stage.stage_id)
                 if item.flow.HasField("attempt") and item.flow.attempt != call.attempt:
                     edge.attempt, edge.reader_attempt = item.flow.attempt, call.attempt
-                self._inputs[item.from_stage] = parts.links.open(item.flow, edge)
+                self._inputs[item.from_stage, item.role] = parts.links.open(item.flow, edge)
             else:
                 handles = list(item.handles.handles)
                 edge = parts.edge(call, item.from_stage, parts.stage.stage_id)
                 producer = replica_name(handles[0].owner) if handles else ""
                 reading = parts.reads.begin(edge, producer, len(handles))
-                self._inputs[item.from_stage] = HandleReader(handles, reading, parts.releaser)
+                self._inputs[item.from_stage, item.role] = HandleReader(handles, reading, parts.releaser)
+                if item.role:
+                    _log.debug(
+                        "companion collected",
+                        request_id=f"{call.request_id}__{item.role}",
+                        role=item.role,
+                        producer=producer,
+                        bytes=sum(handle.size_bytes for handle in handles),
+                    )
 
     def _engine_request(self) -> EngineRequest:
         call, parts = self._call, self._parts
@@ -235,7 +242,8 @@ class CallRunner:
         return EngineRequest(
             request_id=f"{call.request_id}/{call.attempt}",
             prompt=call.prompt if call.prompt.WhichOneof("kind") is not None else None,
-            inputs=cast("Mapping[int, AsyncIterator[Payload]]", self._inputs),
+            inputs={stage: reader for (stage, role), reader in self._inputs.items() if not role},
+            companions={place: reader for place, reader in self._inputs.items() if place[1]},
             sampling=sampling,
             speech=call.speech if call.HasField("speech") else prompt_pb2.SpeechOptions(),
             wants_output=call.emit_output,

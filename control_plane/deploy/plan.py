@@ -11,6 +11,7 @@ from typing import Any
 from google.protobuf import json_format
 
 from control_plane.deploy import layout, prefill_decode, stages, topologies
+from control_plane.deploy.companions import check_companions, companion_plan
 from control_plane.deploy.devices import Share, parallel_size, warn_shared
 from control_plane.deploy.document import Value, read
 from control_plane.deploy.faults import Argument, Faults, did_you_mean, nearest
@@ -26,7 +27,13 @@ from control_plane.deploy.schema import (
 )
 from control_plane.deploy.stages import StageDraft
 from control_plane.deploy.wiring import plan_connectors
-from omni.v1 import pipeline_pb2
+from omni.v1 import pipeline_pb2, types_pb2
+
+_SESSION_POLICIES: dict[str, types_pb2.SessionPolicy.ValueType] = {
+    "": types_pb2.SESSION_POLICY_UNSPECIFIED,
+    "rebind": types_pb2.SESSION_POLICY_REBIND,
+    "strict": types_pb2.SESSION_POLICY_STRICT,
+}
 
 # Checked by rules of their own, not by the type table.
 _STRUCTURE = ("stages", "edges", "connectors", "platforms")
@@ -70,6 +77,7 @@ def plan_pipeline(deploy_yaml: str, *, name: str = "", engine: str = "", platfor
     connectors = plan_connectors(root, graph, drafts, faults)
     async_chunk = bool(top.get("async_chunk", True))
     _complete(drafts, graph, engine, async_chunk, faults)
+    check_companions(drafts, graph, async_chunk, faults)
     entrypoints = _entrypoints(root, top, drafts, graph, faults) if complete else {}
     for draft in drafts:
         draft.comprehends = draft.fields.get("is_comprehension", draft.stage_id == entrypoints.get("chat"))
@@ -83,6 +91,7 @@ def plan_pipeline(deploy_yaml: str, *, name: str = "", engine: str = "", platfor
         connectors=connectors,
         async_chunk=async_chunk,
         entrypoints=entrypoints,
+        session_policy=_SESSION_POLICIES[top.get("session_policy", "")],
         source_sha256=_digest({"deploy_yaml": deploy_yaml, "name": name, "engine": engine, "platform": platform}),
     )
     return DeployResult(pipeline, faults.warnings)
@@ -271,6 +280,8 @@ def _stage_message(draft: StageDraft, faults: Faults) -> pipeline_pb2.Stage:
         is_comprehension=draft.comprehends,
         default_sampling_params=stages.sampling_message(fields.get("default_sampling_params", {})),
         max_num_seqs=fields.get("max_num_seqs", 0),
+        planned_balancing_policy=fields.get("balancing_policy", ""),
+        companions=companion_plan(draft),
     )
     stage.engine_args.update(stages.engine_args(draft))
     stage.config_sha256 = _config_digest(stage)
@@ -278,10 +289,11 @@ def _stage_message(draft: StageDraft, faults: Faults) -> pipeline_pb2.Stage:
 
 
 def _config_digest(stage: pipeline_pb2.Stage) -> str:
-    """Over all that must be equal among replicas: not their number, their devices, or the stage's display name."""
+    """Over all that must be equal among replicas: not their number, their devices, the stage's display name, or what
+    only gateways look at."""
     same = pipeline_pb2.Stage()
     same.CopyFrom(stage)
-    for field in ("num_replicas", "devices", "name", "config_sha256"):
+    for field in ("num_replicas", "devices", "name", "config_sha256", "planned_balancing_policy", "companions"):
         same.ClearField(field)
     return _digest(json_format.MessageToDict(same))
 

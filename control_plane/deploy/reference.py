@@ -15,6 +15,7 @@ from control_plane.deploy.connector_tables import ALIASES, KINDS, MODEL_OPTIONS,
 from control_plane.deploy.engine_keys import GROUPS, KV_TRANSFER_KEYS, OMNI_KV_KEYS, PARALLEL_KEYS
 from control_plane.deploy.kinds import Key, ListOf, Map
 from control_plane.deploy.schema import (
+    COMPANION_KEYS,
     CONNECTOR_KEYS,
     DUPLEX_KEYS,
     EDGE_KEYS,
@@ -38,6 +39,7 @@ def render() -> str:
         _section("`stages[]`", STAGE_KEYS),
         _section("`stages[].default_sampling_params`", SAMPLING_KEYS),
         _section("`stages[].default_sampling_params`: parameters of single engines", SAMPLING_EXTRA_KEYS),
+        _section("`stages[].companions`", COMPANION_KEYS),
         _section("`stages[].sim`", SIM_KEYS),
         _section("`edges[]`", EDGE_KEYS),
         _section("`connectors.NAME`", CONNECTOR_KEYS),

@@ -22,6 +22,7 @@ from control_plane.deploy.kinds import (
     Number,
     Text,
 )
+from omnicore.policies import BALANCING_POLICIES
 
 PIPELINE_NAME: Final = Text(
     "a name: letters, digits, '.', '_', '-', beginning with a letter or digit, at most 128",
@@ -35,6 +36,8 @@ STAGE_ID: Final = Int(0, 65535)
 OUTPUT_TYPES: Final = ("text", "audio", "image", "video", "action")
 TASKS: Final = ("chat", "speech", "transcription", "image", "video")
 PLATFORMS: Final = ("cuda", "rocm", "npu", "xpu", "musa", "cpu")
+ROLES: Final = ("cfg_text", "cfg_img")
+"""Of companions: the negative prompt, or none, with the pictures; the prompt without pictures."""
 CHUNK_BY: Final = ("step", "sentence", "final")
 ENGINES: Final = (
     "vllm",
@@ -52,6 +55,15 @@ FROM_STAGE: Final = re.compile(r"from_stage_(\d{1,5})")
 
 _COUNT32 = Int(1, UINT32_MAX)
 _MS = Number(0, 3_600_000)
+
+COMPANION_KEYS: Final[dict[str, Key]] = {
+    "roles": Key(ListOf(Choice(ROLES), least=1), "which companions; required"),
+    "timeout_s": Key(
+        Number(0.001, 86_400), "a request with all its companions is done by then, or fails", "the request's own time"
+    ),
+    "only_if_negative": Key(Bool(), "`cfg_text` only where the request has a negative prompt", "false"),
+    "max_tokens": Key(_COUNT32, "longest output of a companion", "as of the request"),
+}
 
 _AFTER = Int(0, 1_000_000, also=(-1,))
 
@@ -148,6 +160,16 @@ STAGE_KEYS: Final[dict[str, Key]] = {
     "input_connectors": Key(FreeMap(), "`from_stage_N: name`: connector of the edge N → this stage"),
     "output_connectors": Key(FreeMap(), "`to_stage_N: name`: connector of the edge this stage → N"),
     "async_chunk": Key(Bool(), "must say the same as the top level: it holds for the whole pipeline"),
+    "balancing_policy": Key(
+        Choice(BALANCING_POLICIES),
+        "how gateways choose among its replicas, until an operator sets another",
+        "gateways' own",
+    ),
+    "companions": Key(
+        Map(COMPANION_KEYS, required=("roles",)),
+        "each request runs again with other prompts, for guidance",
+        "none",
+    ),
     "sim": Key(Map(SIM_KEYS), "options of the `sim` engine; others ignore them"),
     "engine_args": Key(FreeMap(), "engine arguments that have no key of their own, passed on as they are"),
     "engine_extras": Key(FreeMap(), "the same as `engine_args`"),
@@ -208,6 +230,9 @@ TOP_KEYS: Final[dict[str, Key]] = {
     "engine": Key(SHORT_NAME, "engine of stages that name none", "`vllm`"),
     "model": Key(Text(), "model of stages that name none", "none"),
     "base_config": Key(Text(), "file that this one is laid over; see Several documents"),
+    "session_policy": Key(
+        Choice(("rebind", "strict")), "a session whose replica is gone goes on at another one, or is refused", "rebind"
+    ),
     "session_mode": Key(Choice(("turn", "duplex")), "not used yet", "turn"),
     "duplex_session": Key(Map(DUPLEX_KEYS), "not used yet"),
     "active_stream_window": Key(Int(1), "not used yet"),

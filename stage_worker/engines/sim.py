@@ -21,7 +21,9 @@ from omnicore.errors import (
     InvalidRequestError,
     UnavailableError,
 )
+from omnicore.log import get_logger
 from stage_worker.chunking import split_sentences
+from stage_worker.companions import applied_keys
 from stage_worker.engine import (
     EngineInfo,
     EngineOutput,
@@ -39,6 +41,7 @@ from stage_worker.engines.sim_options import SimOptions, sim_options
 
 _FEATURES = frozenset(("logprobs", "bot_task", "negative_prompt", "language", "instructions"))
 _MOST_PIXELS = 2048  # of a side: pictures are made on the event loop
+_log = get_logger(__name__)
 _AUDIO = MediaInfo("audio/pcm", content.SAMPLE_RATE_HZ, 1)
 
 
@@ -191,6 +194,9 @@ class SimEngine:
                 self._loop.changed()
                 yield await self._next(sequence)
 
+        if options.output == "image":
+            overall = await self._guided(request, overall)
+
         def last() -> EngineOutput | None:
             if self._stops_here(sequence, self._fails_at(overall)):
                 return None
@@ -202,6 +208,16 @@ class SimEngine:
             self._loop.changed()
             yield await self._next(sequence)
         yield EngineOutput(finish=Finish("stop", prompt_tokens, sequence.made))
+
+    async def _guided(self, request: EngineRequest, overall: int) -> int:
+        """``overall`` with what companions made: each role's data, in its place, changes the picture."""
+        for (_, role), payloads in request.companions.items():
+            digests = [self._digest(payload) async for payload in payloads]
+            overall = content.guided(overall, role, digests)
+        if request.companions:
+            keys = applied_keys(role for _, role in request.companions)
+            _log.debug("cfg applied", request_id=request.request_id, keys=",".join(keys))
+        return overall
 
     async def _sources(self, request: EngineRequest) -> AsyncIterator[Payload]:
         if request.prompt is not None:

@@ -157,6 +157,14 @@ def tensor_chunk(source: int, index: int, seed: int, size_bytes: int, with_check
     return Payload(payload.tensors, metadata=metadata)
 
 
+def guided(source: int, role: str, digests: Iterable[int]) -> int:
+    """What a picture is made of: ``source``, and then each companion's role with the digests of its chunks."""
+    source = zlib.crc32(role.encode(), source)
+    for digest in digests:
+        source = zlib.crc32(digest.to_bytes(4, "big"), source)
+    return source
+
+
 def tone(source: int, seconds: float) -> npt.NDArray[np.int16]:
     """A mono tone of 220 to 880 Hz that ``source`` chooses, faded at both ends."""
     samples = max(1, round(seconds * SAMPLE_RATE_HZ))

@@ -28,7 +28,7 @@ from omni.v1 import sampling_pb2 as omni_dot_v1_dot_sampling__pb2
 from omni.v1 import types_pb2 as omni_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16omni/v1/pipeline.proto\x12\x07omni.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x16omni/v1/sampling.proto\x1a\x13omni/v1/types.proto\"\xdb\x02\n\x08Pipeline\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1e\n\x06stages\x18\x02 \x03(\x0b\x32\x0e.omni.v1.Stage\x12\x1c\n\x05\x65\x64ges\x18\x03 \x03(\x0b\x32\r.omni.v1.Edge\x12&\n\nconnectors\x18\x04 \x03(\x0b\x32\x12.omni.v1.Connector\x12\x13\n\x0b\x61sync_chunk\x18\x05 \x01(\x08\x12\x37\n\x0b\x65ntrypoints\x18\x06 \x03(\x0b\x32\".omni.v1.Pipeline.EntrypointsEntry\x12\x15\n\rsource_sha256\x18\x07 \x01(\t\x12\x12\n\ngeneration\x18\x08 \x01(\x04\x12.\n\x0esession_policy\x18\t \x01(\x0e\x32\x16.omni.v1.SessionPolicy\x1a\x32\n\x10\x45ntrypointsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\xd3\x03\n\x05Stage\x12\x10\n\x08stage_id\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x14\n\x0cnum_replicas\x18\x05 \x01(\r\x12\x0f\n\x07\x64\x65vices\x18\x06 \x03(\t\x12\x1c\n\x14tensor_parallel_size\x18\x07 \x01(\r\x12\x14\n\x0c\x66inal_output\x18\x08 \x01(\x08\x12\x19\n\x11\x66inal_output_type\x18\t \x01(\t\x12\x18\n\x10is_comprehension\x18\n \x01(\x08\x12\x38\n\x17\x64\x65\x66\x61ult_sampling_params\x18\x0b \x01(\x0b\x32\x17.omni.v1.SamplingParams\x12,\n\x0b\x65ngine_args\x18\x0c \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x15\n\rconfig_sha256\x18\r \x01(\t\x12\x14\n\x0cmax_num_seqs\x18\x0e \x01(\r\x12\x18\n\x10\x62\x61lancing_policy\x18\x0f \x01(\t\x12 \n\x18planned_balancing_policy\x18\x10 \x01(\t\x12*\n\ncompanions\x18\x11 \x01(\x0b\x32\x16.omni.v1.CompanionPlan\"d\n\rCompanionPlan\x12\r\n\x05roles\x18\x01 \x03(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10only_if_negative\x18\x03 \x01(\x08\"\xc0\x01\n\x04\x45\x64ge\x12\x12\n\nfrom_stage\x18\x01 \x01(\r\x12\x10\n\x08to_stage\x18\x02 \x01(\r\x12\x11\n\tconnector\x18\x03 \x01(\t\x12\x13\n\x0bwindow_size\x18\x04 \x01(\x05\x12\x14\n\x0cmax_inflight\x18\x05 \x01(\r\x12\"\n\x08\x63hunk_by\x18\x06 \x01(\x0e\x32\x10.omni.v1.ChunkBy\x12\x30\n\rchunk_timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"O\n\tConnector\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12&\n\x05\x65xtra\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct*a\n\x07\x43hunkBy\x12\x18\n\x14\x43HUNK_BY_UNSPECIFIED\x10\x00\x12\x11\n\rCHUNK_BY_STEP\x10\x01\x12\x15\n\x11\x43HUNK_BY_SENTENCE\x10\x02\x12\x12\n\x0e\x43HUNK_BY_FINAL\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16omni/v1/pipeline.proto\x12\x07omni.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x16omni/v1/sampling.proto\x1a\x13omni/v1/types.proto\"\xdb\x02\n\x08Pipeline\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1e\n\x06stages\x18\x02 \x03(\x0b\x32\x0e.omni.v1.Stage\x12\x1c\n\x05\x65\x64ges\x18\x03 \x03(\x0b\x32\r.omni.v1.Edge\x12&\n\nconnectors\x18\x04 \x03(\x0b\x32\x12.omni.v1.Connector\x12\x13\n\x0b\x61sync_chunk\x18\x05 \x01(\x08\x12\x37\n\x0b\x65ntrypoints\x18\x06 \x03(\x0b\x32\".omni.v1.Pipeline.EntrypointsEntry\x12\x15\n\rsource_sha256\x18\x07 \x01(\t\x12\x12\n\ngeneration\x18\x08 \x01(\x04\x12.\n\x0esession_policy\x18\t \x01(\x0e\x32\x16.omni.v1.SessionPolicy\x1a\x32\n\x10\x45ntrypointsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\xd3\x03\n\x05Stage\x12\x10\n\x08stage_id\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x14\n\x0cnum_replicas\x18\x05 \x01(\r\x12\x0f\n\x07\x64\x65vices\x18\x06 \x03(\t\x12\x1c\n\x14tensor_parallel_size\x18\x07 \x01(\r\x12\x14\n\x0c\x66inal_output\x18\x08 \x01(\x08\x12\x19\n\x11\x66inal_output_type\x18\t \x01(\t\x12\x18\n\x10is_comprehension\x18\n \x01(\x08\x12\x38\n\x17\x64\x65\x66\x61ult_sampling_params\x18\x0b \x01(\x0b\x32\x17.omni.v1.SamplingParams\x12,\n\x0b\x65ngine_args\x18\x0c \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x15\n\rconfig_sha256\x18\r \x01(\t\x12\x14\n\x0cmax_num_seqs\x18\x0e \x01(\r\x12\x18\n\x10\x62\x61lancing_policy\x18\x0f \x01(\t\x12 \n\x18planned_balancing_policy\x18\x10 \x01(\t\x12*\n\ncompanions\x18\x11 \x01(\x0b\x32\x16.omni.v1.CompanionPlan\"x\n\rCompanionPlan\x12\r\n\x05roles\x18\x01 \x03(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10only_if_negative\x18\x03 \x01(\x08\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\"\xc0\x01\n\x04\x45\x64ge\x12\x12\n\nfrom_stage\x18\x01 \x01(\r\x12\x10\n\x08to_stage\x18\x02 \x01(\r\x12\x11\n\tconnector\x18\x03 \x01(\t\x12\x13\n\x0bwindow_size\x18\x04 \x01(\x05\x12\x14\n\x0cmax_inflight\x18\x05 \x01(\r\x12\"\n\x08\x63hunk_by\x18\x06 \x01(\x0e\x32\x10.omni.v1.ChunkBy\x12\x30\n\rchunk_timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"O\n\tConnector\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12&\n\x05\x65xtra\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct*a\n\x07\x43hunkBy\x12\x18\n\x14\x43HUNK_BY_UNSPECIFIED\x10\x00\x12\x11\n\rCHUNK_BY_STEP\x10\x01\x12\x15\n\x11\x43HUNK_BY_SENTENCE\x10\x02\x12\x12\n\x0e\x43HUNK_BY_FINAL\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,8 +37,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PIPELINE_ENTRYPOINTSENTRY']._loaded_options = None
   _globals['_PIPELINE_ENTRYPOINTSENTRY']._serialized_options = b'8\001'
-  _globals['_CHUNKBY']._serialized_start=1340
-  _globals['_CHUNKBY']._serialized_end=1437
+  _globals['_CHUNKBY']._serialized_start=1360
+  _globals['_CHUNKBY']._serialized_end=1457
   _globals['_PIPELINE']._serialized_start=143
   _globals['_PIPELINE']._serialized_end=490
   _globals['_PIPELINE_ENTRYPOINTSENTRY']._serialized_start=440
@@ -46,9 +46,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STAGE']._serialized_start=493
   _globals['_STAGE']._serialized_end=960
   _globals['_COMPANIONPLAN']._serialized_start=962
-  _globals['_COMPANIONPLAN']._serialized_end=1062
-  _globals['_EDGE']._serialized_start=1065
-  _globals['_EDGE']._serialized_end=1257
-  _globals['_CONNECTOR']._serialized_start=1259
-  _globals['_CONNECTOR']._serialized_end=1338
+  _globals['_COMPANIONPLAN']._serialized_end=1082
+  _globals['_EDGE']._serialized_start=1085
+  _globals['_EDGE']._serialized_end=1277
+  _globals['_CONNECTOR']._serialized_start=1279
+  _globals['_CONNECTOR']._serialized_end=1358
 # @@protoc_insertion_point(module_scope)

@@ -242,8 +242,11 @@ class CompanionPlan(_message.Message):
     ROLES_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     ONLY_IF_NEGATIVE_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
     only_if_negative: _builtins.bool
     """A request whose prompt has no negative prompt goes without "cfg_text"."""
+    max_tokens: _builtins.int
+    """Longest output of a companion, where less is enough than of the request itself. 0: the same."""
     @_builtins.property
     def roles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """"cfg_text": the negative prompt, or none, with the pictures of the prompt. "cfg_img": the prompt without pictures;
@@ -260,10 +263,11 @@ class CompanionPlan(_message.Message):
         roles: _abc.Iterable[_builtins.str] | None = ...,
         timeout: _duration_pb2.Duration | None = ...,
         only_if_negative: _builtins.bool = ...,
+        max_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["only_if_negative", b"only_if_negative", "roles", b"roles", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "only_if_negative", b"only_if_negative", "roles", b"roles", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
