@@ -23,7 +23,8 @@ def add(commands: Commands) -> None:
             "omnictl policy unset speech/1",
         ),
         notes=(
-            f"Policies: {_KNOWN}.\nA change holds from a gateway's next choice on and outlives restarts; where none is\n"
+            f"Policies: {_KNOWN}.\n"
+            "A change holds from a gateway's next choice on and outlives restarts; where none is\n"
             "set, each gateway uses the one of its flag --balancing-policy."
         ),
     )
