@@ -1,7 +1,8 @@
 """One request on its way through its stages: calls at replicas, and new calls where some are lost.
 
-``run`` dispatches and returns when every stage has finished, or raises what ended it; whatever happens, leaving it
-means that nothing of the request is left anywhere: calls aborted, places released, kept data given back.
+``advance`` does what can be done without waiting, and ``run`` what cannot, until every stage has finished, or it raises
+what ended the request. Whatever happens, after ``stop`` nothing of the request is left anywhere: calls aborted, places
+released, kept data given back.
 
 Flowing edges (``async_chunk``): all stages are dispatched at once, so that chunks go from worker to worker. Other
 edges: a stage is dispatched with its producers' handles when they have finished.
@@ -20,13 +21,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from gateway import cfg, failures
 from gateway.emitted import Skip
 from gateway.execution_parts import ExecutionParts
 from gateway.replay import Move, plan_restart, spoils_output
-from gateway.replica_table import Claim
+from gateway.replica_table import Claim, StageKey
 from gateway.request import RequestState
 from gateway.router import Source
 from gateway.stage_calls import CallMaker
@@ -45,6 +47,10 @@ NEIGHBOUR_WAIT_S = 0.3
 """A consumer often reports its producer's death before we hear of it ourselves; both are connections that break."""
 
 
+Place = tuple[StageWork, str, Assignment]
+"""A stage, the role of one of its calls, and where that call shall run."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Failure:
     run: StageRun
@@ -52,9 +58,10 @@ class _Failure:
 
 
 class Execution:
-    """See the module. One owner task awaits ``run``; session readers call ``call_finished`` and ``call_failed``."""
+    """See the module. Session readers call ``call_finished`` and ``call_failed``; ``on_change`` is called after that,
+    unless ``run`` runs: its owner then calls ``advance``, and ``run`` in a task if that is not enough."""
 
-    def __init__(self, state: RequestState, parts: ExecutionParts) -> None:
+    def __init__(self, state: RequestState, parts: ExecutionParts, on_change: Callable[[], None]) -> None:
         self.state = state
         retains = parts.limits.replays > 0
         self.works: dict[int, StageWork] = {
@@ -76,18 +83,29 @@ class Execution:
         self._flows = state.plan.async_chunk
         self._records_output = retains
         self._left = len(self.works)
-        self._ready: list[StageWork] = []
+        self._ready = [work for work in self.works.values() if self._flows or not work.step.inputs]
         self._failures: list[_Failure] = []
+        self._on_change = on_change
+        self._runs = False
         self._changed: asyncio.Future[None] | None = None
         self._retries = 0
         self._free_left = 2 * len(self.works)
         self._replayed_stages: list[int] = []
-        self._backoff = Backoff(initial_s=0.02, max_s=0.5)
+        self._backoff: Backoff | None = None
         self._stopped = False
+
+    def advance(self) -> bool:
+        """Call what is ready, if nothing has to be waited for; False if ``run`` has to go on."""
+        while self._ready and not self._failures and not self._stopped:
+            ready, self._ready = self._ready, []
+            if not self._dispatch_now(ready):
+                self._ready = ready
+                return False
+        return not self._failures
 
     async def run(self) -> None:
         """Returns when all stages have finished. Raises what ended the request."""
-        self._ready = [work for work in self.works.values() if self._flows or not work.step.inputs]
+        self._runs = True
         try:
             while not self._stopped:
                 if self._failures:
@@ -177,8 +195,11 @@ class Execution:
         return all(self.works[edge.from_stage].finished for edge in work.step.inputs)
 
     def _wake(self) -> None:
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
+        if self._changed is not None:
+            if not self._changed.done():
+                self._changed.set_result(None)
+        elif not self._runs and not self._stopped:
+            self._on_change()
 
     async def _change(self, timeout_s: float | None) -> None:
         """Return when something has happened, or it took too long."""
@@ -229,6 +250,8 @@ class Execution:
         """Let all hear what else has failed: one lost worker is often reported by its neighbours as well."""
         if len(self.works) == 1 and all(not failures.needs_budget(failure.error) for failure in self._failures):
             return
+        if self._backoff is None:
+            self._backoff = Backoff(initial_s=0.02, max_s=0.5)
         await asyncio.sleep(self._backoff.next_delay_s())
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + NEIGHBOUR_WAIT_S
@@ -344,7 +367,7 @@ class Execution:
 
     async def _dispatch(self, works: list[StageWork]) -> None:
         """Pick for all of ``works``, then call all: flowing stages must know each other's replicas."""
-        picked = list[tuple[StageWork, str, Assignment]]()
+        picked = list[Place]()
         turns: dict[int, list[Turn[EdgeKey]]] = {}
         runs: list[StageRun] = []
         try:
@@ -352,7 +375,8 @@ class Execution:
                 return
             for work in works:
                 for role in ("", *work.roles):
-                    picked.append((work, role, await self._pick(work, role, picked)))
+                    key, place, options = self._wishes(work, role, picked)
+                    picked.append((work, role, await self._router.pick(key, place, **options)))
             if not self._stopped:
                 runs = [self._new_run(*place) for place in picked]
         finally:
@@ -362,12 +386,41 @@ class Execution:
                 for waiting in turns.values():
                     for turn in waiting:
                         turn.leave()
-        if not runs:
-            return
+        if runs:
+            for work in works:
+                work.turns = [*work.turns, *turns.get(work.stage_id, ())]
+            self._call(works, runs)
+
+    def _dispatch_now(self, works: list[StageWork]) -> bool:
+        """As ``_dispatch``, if nothing has to be waited for; False, and nothing is taken, if something has, or if
+        ``_dispatch`` would raise."""
+        if any(edge.max_inflight for work in works if not work.started for edge in work.step.inputs):
+            return False
+        picked = list[Place]()
+        runs: list[StageRun] = []
+        try:
+            for work in works:
+                for role in ("", *work.roles):
+                    key, place, options = self._wishes(work, role, picked)
+                    if (assignment := self._router.try_pick(key, place, **options)) is None:
+                        return False
+                    picked.append((work, role, assignment))
+            runs = [self._new_run(*place) for place in picked]
+        except errors.OmniError:
+            return False
+        finally:
+            if not runs:
+                for _, _, assignment in picked:
+                    assignment.release()
+        self._call(works, runs)
+        return True
+
+    def _call(self, works: list[StageWork], runs: list[StageRun]) -> None:
+        """Places are taken: begin the calls."""
         for work in works:
-            work.turns = [*work.turns, *turns.get(work.stage_id, ())]
             work.started = True
-            self._set_timer(work)
+            if work.roles:
+                self._set_timer(work)
         for run in runs:
             run.work.runs.append(run)
         for run in runs:
@@ -375,30 +428,28 @@ class Execution:
                 return
             self._submit(run)
 
-    async def _pick(
-        self, work: StageWork, role: str, picked: Sequence[tuple[StageWork, str, Assignment]]
-    ) -> Assignment:
-        spec, key = self.state.spec, (self.state.spec.graph.name, work.stage_id)
+    def _wishes(self, work: StageWork, role: str, picked: Sequence[Place]) -> tuple[StageKey, str, dict[str, Any]]:
+        """What to ask the router for: a stage, an id for the binding, and options."""
+        spec = self.state.spec
+        key = (spec.graph.name, work.stage_id)
+        hint = self._router.hint(key, spec.prompt, spec.session_id, lambda: self._sources(work, picked))
+        options: dict[str, Any] = {"exclude": self.tried, "hint": hint}
+        if role:
+            options["affinity_from"] = self.state.wire_id
+        elif spec.session_id:
+            options["session_id"], options["strict_session"] = spec.session_id, spec.strict_session
+        return key, cfg.companion_id(self.state.wire_id, role), options
 
-        def inputs() -> list[Source]:
-            places = {other.stage_id: other.run.assignment for other in self.works.values() if other.runs}
-            places |= {other.stage_id: assignment for other, other_role, assignment in picked if not other_role}
-            return [
-                Source(places[edge.from_stage].slot, *spec.graph.connector_of(edge))
-                for edge in work.step.inputs
-                if edge.from_stage in places
-            ]
-
-        return await self._router.pick(
-            key,
-            cfg.companion_id(self.state.wire_id, role),
-            affinity_from=self.state.wire_id if role else "",
-            session_id="" if role else spec.session_id,
-            strict_session=spec.strict_session,
-            exclude=self.tried,
-            hint=self._router.hint(key, spec.prompt, spec.session_id, inputs),
-            max_wait_s=None,
-        )
+    def _sources(self, work: StageWork, picked: Sequence[Place]) -> list[Source]:
+        """Where the input of ``work`` comes from."""
+        places = {other.stage_id: other.run.assignment for other in self.works.values() if other.runs}
+        places |= {other.stage_id: assignment for other, role, assignment in picked if not role}
+        connector_of = self.state.spec.graph.connector_of
+        return [
+            Source(places[edge.from_stage].slot, *connector_of(edge))
+            for edge in work.step.inputs
+            if edge.from_stage in places
+        ]
 
     def _set_timer(self, work: StageWork) -> None:
         """A bundle has a time of its own, if its plan says so."""

@@ -1,14 +1,15 @@
 """The flow of requests: admission, execution, the end. Routing is the pools', transport the sessions'.
 
-Every admitted request has one owner task here, which awaits its ``Execution`` within the request's deadline. Whatever
-the end, every place, call and count it held is given back.
+Every admitted request has one owner here. It needs no task while nothing has to be waited for: its calls begin at once,
+and their sessions tell when they end. Where something does (a replica, a turn at an edge, others' news of a loss), a
+task goes on with the ``Execution``. Whatever the end, every place, call and count it held is given back.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 
 from gateway.admission import Admission
 from gateway.execution import Execution
@@ -26,21 +27,56 @@ _log = get_logger(__name__)
 
 
 class _Owner:
-    """What runs for one request: its execution and the owner task. ``stop`` ends both, without waiting."""
+    """What runs for one request."""
 
-    __slots__ = ("execution", "retired", "task")
+    __slots__ = ("_retire", "_spawn", "deadline", "execution", "retired", "state", "task")
 
-    def __init__(self, execution: Execution) -> None:
+    def __init__(
+        self,
+        state: RequestState,
+        parts: ExecutionParts,
+        retire: Callable[[_Owner, errors.OmniError | None], None],
+        spawn: Callable[[_Owner], None],
+    ) -> None:
+        self.state = state
+        self.execution: Execution | None = Execution(state, parts, on_change=self._changed)
         self.retired = False
-        self.execution: Execution | None = execution
         self.task: asyncio.Task[None] | None = None
+        self.deadline: asyncio.TimerHandle | None = None
+        self._retire = retire
+        self._spawn = spawn
+
+    def begin(self) -> None:
+        """Call what can be called at once."""
+        self.deadline = asyncio.get_running_loop().call_later(self.state.spec.timeout_s, self._late)
+        self._changed()
 
     def stop(self) -> None:
-        """The calls are aborted in this loop turn; the task follows."""
+        """The calls are aborted in this loop turn; a task follows."""
         if self.execution is not None:
             self.execution.stop()
         if self.task is not None:
             self.task.cancel()
+        else:
+            self._retire(self, None)
+
+    def _changed(self) -> None:
+        """The execution has something to do, or is done; a task that runs sees to that itself."""
+        if self.task is not None:
+            return
+        if self.state.ended:
+            self._retire(self, None)
+        elif self.execution is not None and not self.execution.advance() and self.task is None:
+            self._spawn(self)  # unless a call that failed at once has led here already
+
+    def _late(self) -> None:
+        timeout_s, request_id = self.state.spec.timeout_s, self.state.request_id
+        self.state.end(
+            "failed",
+            errors.DeadlineExceededError(
+                f"request {request_id} was not done within {timeout_s:g} s", metadata={"request_id": request_id}
+            ),
+        )
 
 
 class Orchestrator:
@@ -87,13 +123,11 @@ class Orchestrator:
         state = RequestState(spec, plan, buffer_limit_bytes=self._buffer_limit_bytes)
         state.note("admitted")
         self.budget.request_begun()
-        owner = _Owner(Execution(state, self._parts))
+        owner = _Owner(state, self._parts, self._retire, self._go_on)
         state.stoppable = owner
         self.running[spec.request_id] = state
         self._idle.clear()
-        owner.task = self._spawn(self._own(state, owner))
-        # A task that is cancelled before its first step never enters its coroutine.
-        owner.task.add_done_callback(lambda _: self._retire(state, owner, None))
+        owner.begin()
         return state
 
     def find(self, request_id: str) -> RequestRecord | None:
@@ -135,20 +169,22 @@ class Orchestrator:
         while self._tasks:
             await asyncio.wait(set(self._tasks))
 
-    async def _own(self, state: RequestState, owner: _Owner) -> None:
+    def _go_on(self, owner: _Owner) -> None:
+        """Something has to be waited for."""
+        task = owner.task = asyncio.create_task(self._own(owner))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        # A task that is cancelled before its first step never enters its coroutine.
+        task.add_done_callback(lambda _: self._retire(owner, None))
+
+    async def _own(self, owner: _Owner) -> None:
+        state, execution = owner.state, owner.execution
         error: errors.OmniError | None = None
-        execution = owner.execution
         try:
             if execution is not None:
-                async with asyncio.timeout(state.spec.timeout_s):
-                    await execution.run()
+                await execution.run()
         except errors.OmniError as failure:
             error = failure
-        except TimeoutError:
-            error = errors.DeadlineExceededError(
-                f"request {state.request_id} was not done within {state.spec.timeout_s:g} s",
-                metadata={"request_id": state.request_id},
-            )
         except asyncio.CancelledError:
             # The state was ended by somebody else, or the process goes down with the task.
             state.stoppable = None
@@ -158,15 +194,18 @@ class Orchestrator:
             _log.exception("request failed", request_id=state.request_id)
             error = errors.from_exception(failure)
         finally:
-            self._retire(state, owner, error)
+            self._retire(owner, error)
 
-    def _retire(self, state: RequestState, owner: _Owner, error: errors.OmniError | None) -> None:
+    def _retire(self, owner: _Owner, error: errors.OmniError | None) -> None:
         """Give back all that the request held. Only the first call does something."""
         if owner.retired:
             return
         owner.retired = True
-        execution, owner.execution, owner.task = owner.execution, None, None
+        state, execution, deadline = owner.state, owner.execution, owner.deadline
+        owner.execution = owner.task = owner.deadline = None
         state.stoppable = None
+        if deadline is not None:
+            deadline.cancel()
         if execution is not None:
             execution.stop()
         if error is not None:
@@ -181,9 +220,3 @@ class Orchestrator:
             self._idle.set()
         if self._on_end is not None:
             self._on_end(state)
-
-    def _spawn(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task

@@ -1,4 +1,4 @@
-"""One request: what was asked, and where it stands. One object, one owner task, one consumer.
+"""One request: what was asked, and where it stands. One object, one owner, one consumer.
 
 The owner (``Orchestrator``) moves it along; the consumer (an HTTP or gRPC handler) takes its output with ``next`` or
 ``collect``, or is called when there is some (``attach``). Session readers push events into it by plain calls; the
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from gateway.admission import Entry
@@ -69,16 +70,26 @@ class TimelineEntry(NamedTuple):
     """Of a companion; empty: of the request itself."""
 
 
+_Noted = tuple[float, str, "types_pb2.ReplicaRef | None", str, str]
+# What a TimelineEntry is made of: every request notes some, of few is one read.
+
+
 class RequestRecord(NamedTuple):
     """What is kept of a request after its end: small, without prompt and output."""
 
     request_id: str
     status: str
-    timeline: tuple[TimelineEntry, ...]
+    noted: Sequence[_Noted]
+    """What ``timeline`` is made of."""
     model: str = ""
     """Pipeline."""
     companions: tuple[str, ...] = ()
     """Roles of its companions."""
+
+    @property
+    def timeline(self) -> list[TimelineEntry]:
+        """What happened, in order."""
+        return [TimelineEntry(*entry) for entry in self.noted]
 
 
 class Stoppable(Protocol):
@@ -116,7 +127,7 @@ class RequestState:
         self.started_s = time.monotonic()
         self.first_output_s: float | None = None
         """Monotonic."""
-        self.timeline: list[TimelineEntry] = []
+        self._noted: list[_Noted] = []
         self.companions: tuple[str, ...] = ()
         """Roles of the companions that run beside it."""
         self.stoppable: Stoppable | None = None
@@ -142,13 +153,18 @@ class RequestState:
         """No further output will come."""
         return self.status != "running"
 
+    @property
+    def timeline(self) -> list[TimelineEntry]:
+        """What happened so far, in order."""
+        return self.record().timeline
+
     def record(self) -> RequestRecord:
         """Status and timeline as they are now."""
-        return RequestRecord(self.request_id, self.status, tuple(self.timeline), self.spec.graph.name, self.companions)
+        return RequestRecord(self.request_id, self.status, tuple(self._noted), self.spec.graph.name, self.companions)
 
     def note(self, event: str, ref: types_pb2.ReplicaRef | None = None, detail: str = "", role: str = "") -> None:
         """Add to the timeline."""
-        self.timeline.append(TimelineEntry(time.time(), event, ref, detail, role))
+        self._noted.append((time.time(), event, ref, detail, role))
 
     # -- producers: session readers and the owner --
 
@@ -199,7 +215,8 @@ class RequestState:
 
         It is let go here: a request is part of a cycle with its attempt, which may outlive it for long.
         """
-        self.end("aborted", errors.RequestCancelledError(f"request {self.request_id} was aborted: {reason}"))
+        if self.status == "running":
+            self.end("aborted", errors.RequestCancelledError(f"request {self.request_id} was aborted: {reason}"))
         if self.status != "finished":
             self._outputs.clear()
             self._buffered_bytes = 0

@@ -90,16 +90,9 @@ class Router:
     ) -> Assignment:
         """Assign a replica of a stage; see ``StagePool.pick``. ``strict_session`` None: as the pipeline says. Raises
         ``NotFoundError`` for an unknown stage."""
-        pool = self.pools.get(key)
-        if pool is None:
-            raise errors.NotFoundError(
-                f"no stage {key[1]} of pipeline {key[0]!r}",
-                reason="STAGE_NOT_FOUND",
-                metadata={"pipeline": key[0], "stage": key[1]},
-            )
+        pool = self._known(key)
         if strict_session is None:
-            graph = self.table.pipelines.get(key[0])
-            strict_session = graph is not None and graph.strict_sessions
+            strict_session = self._strict(key[0])
         assignment = await pool.pick(
             request_id,
             affinity_from=affinity_from,
@@ -111,6 +104,44 @@ class Router:
         )
         self._log_route(pool, assignment)
         return assignment
+
+    def try_pick(
+        self,
+        key: StageKey,
+        request_id: str,
+        *,
+        affinity_from: str = "",
+        session_id: str = "",
+        strict_session: bool | None = None,
+        exclude: Collection[Claim] = (),
+        hint: Hint = NO_HINT,
+    ) -> Assignment | None:
+        """As ``pick``, without waiting: None if no replica is routable."""
+        pool = self._known(key)
+        assignment = pool.try_pick(
+            request_id,
+            affinity_from=affinity_from,
+            session_id=session_id,
+            strict_session=bool(session_id) and (self._strict(key[0]) if strict_session is None else strict_session),
+            exclude=exclude,
+            hint=hint,
+        )
+        if assignment is not None:
+            self._log_route(pool, assignment)
+        return assignment
+
+    def _known(self, key: StageKey) -> StagePool:
+        if (pool := self.pools.get(key)) is not None:
+            return pool
+        raise errors.NotFoundError(
+            f"no stage {key[1]} of pipeline {key[0]!r}",
+            reason="STAGE_NOT_FOUND",
+            metadata={"pipeline": key[0], "stage": key[1]},
+        )
+
+    def _strict(self, pipeline: str) -> bool:
+        graph = self.table.pipelines.get(pipeline)
+        return graph is not None and graph.strict_sessions
 
     def hint(
         self,

@@ -35,10 +35,12 @@ class CallMaker:
             request_id=cfg.companion_id(self._state.wire_id, run.role),
             attempt=run.attempt,
             emit_output=run.emits,
-            sampling=merge_sampling(step, spec.sampling),
             traceparent=spec.trace_parent,
-            speech=spec.speech,
         )
+        call.sampling.SetInParent()
+        merge_sampling(step, spec.sampling, call.sampling)
+        if spec.speech.voice or spec.speech.speed or spec.speech.instructions:
+            call.speech.CopyFrom(spec.speech)
         left_s = max(self._deadline_s - time.monotonic(), 0.001)
         call.timeout.seconds, call.timeout.nanos = int(left_s), int(left_s % 1 * 1e9)
         if run.role:
@@ -96,18 +98,21 @@ class CallMaker:
 _EVERYWHERE = ("seed", "num_inference_steps", "guidance_scale", "width", "height")
 
 
-def merge_sampling(step: StageStep, asked: sampling_pb2.SamplingParams) -> sampling_pb2.SamplingParams:
-    """The stage's defaults under what the client asked.
+def merge_sampling(
+    step: StageStep, asked: sampling_pb2.SamplingParams, merged: sampling_pb2.SamplingParams | None = None
+) -> sampling_pb2.SamplingParams:
+    """The stage's defaults under what the client asked; ``merged`` is empty, and becomes it.
 
     Token limits, temperature and the like steer the stage where the request enters; later stages keep their own,
     since a limit on words must not cut the speech of those words.
     """
-    merged = sampling_pb2.SamplingParams()
+    if merged is None:
+        merged = sampling_pb2.SamplingParams()
     merged.CopyFrom(step.stage.default_sampling_params)
     if step.is_entry:
-        if asked.stop:
+        if merged.stop and asked.stop:
             del merged.stop[:]
-        if asked.stop_token_ids:
+        if merged.stop_token_ids and asked.stop_token_ids:
             del merged.stop_token_ids[:]
         merged.MergeFrom(asked)
     else:

@@ -77,14 +77,20 @@ class StageRun:
     def on_event(self, event: stage_service_pb2.StageEvent) -> bool:
         """Output goes to the request; the end goes to the owner."""
         if self.emits:
-            size_bytes = len(event.text) + len(event.media)
-            if size_bytes or event.token_ids:
+            text, media = event.text, event.media
+            if text and not media and self.skip is None:  # what nearly every event is
+                if self.emitted is not None:
+                    self.emitted.add(event)
+                self.state.push(event, len(text), self.ref)
+                if self.ended:  # passing it on was the request's end
+                    return event.HasField("finish") or event.HasField("error")
+            elif text or media or event.token_ids:
                 try:
-                    self._pass_on(event, size_bytes)
+                    self._pass_on(event, len(text) + len(media))
                 except errors.DataLossError as error:  # not what the client has
                     self.abort()
                     self.owner.call_failed(self, error)
-                if self.ended:  # passing it on was the request's end
+                if self.ended:
                     return event.HasField("finish") or event.HasField("error")
         if self.keeps_outputs:
             for output in event.outputs:
