@@ -60,7 +60,7 @@ class PipelineGraph:
         self.name = pipeline.name
         self.stages: dict[int, pipeline_pb2.Stage] = {stage.stage_id: stage for stage in pipeline.stages}
         self.entrypoints: dict[str, int] = dict(pipeline.entrypoints)
-        self._plans: dict[tuple[int, frozenset[str]], RoutePlan] = {}
+        self._plans: dict[tuple[str, tuple[str, ...]], RoutePlan] = {}
         self._modalities: dict[str | None, list[str]] = {}
         self._needed_connectors: dict[int, frozenset[str]] = {}
 
@@ -95,10 +95,11 @@ class PipelineGraph:
         Raises ``KeyError`` for a task that is not offered and ``ValueError`` for a modality that it cannot reach;
         validation has refused both before.
         """
-        wanted = frozenset(modalities)
-        entry = self.entrypoints[task]
-        if (known := self._plans.get((entry, wanted))) is not None:
+        asked = (task, tuple(modalities))
+        if (known := self._plans.get(asked)) is not None:
             return known
+        wanted = frozenset(asked[1])
+        entry = self.entrypoints[task]
         if missing := wanted - set(self.modalities(task)):
             raise ValueError(f"{task} of {self.name} has no {', '.join(sorted(missing))}")
         emitters = {s.stage_id for s in self.stages.values() if s.final_output and s.final_output_type in wanted}
@@ -107,7 +108,7 @@ class PipelineGraph:
         steps = tuple(self._step(stage_id, entry, needed, emitters) for stage_id in self._ordered(needed))
         kinds = {connector.name: connector.kind for connector in self.pipeline.connectors}
         plan = RoutePlan(steps, self.pipeline.async_chunk, kinds, auto_choices(self.pipeline.connectors))
-        self._plans[entry, wanted] = plan
+        self._plans[asked] = plan
         return plan
 
     def needed_connectors(self, stage_id: int) -> frozenset[str]:
