@@ -357,7 +357,7 @@ def _cut_at_stop(tokens: Iterator[tuple[int, str]], stops: list[str]) -> Iterato
         if found:
             yield from _prefix(held, min(found))
             return
-        while len(joined) - len(held[0][1]) >= longest - 1:
+        while held and len(joined) - len(held[0][1]) >= longest - 1:
             joined = joined[len(held[0][1]) :]
             yield held.pop(0)
 

@@ -111,6 +111,12 @@ async def test_stop_texts_end_the_answer_before_them_even_across_tokens() -> Non
     assert text_of(outputs) == whole[: whole.index(stop)]
 
 
+@pytest.mark.parametrize("stop", ["@", "@@@@"])
+async def test_a_stop_text_that_never_comes_changes_nothing(stop: str) -> None:
+    async with started(tokens=30) as engine:
+        assert text_of(await run(engine, request(stop=[stop]))) == text_of(await run(engine, request()))
+
+
 async def test_one_step_advances_all_and_no_more_than_max_num_seqs() -> None:
     async with started(2, tokens=10, step_ms=5) as engine:
         tasks = [asyncio.create_task(run(engine, request(str(i), f"prompt {i}"))) for i in range(4)]
