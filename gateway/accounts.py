@@ -79,7 +79,7 @@ class Account:
             self._elsewhere.add(0, 0, 1)
 
     def exit(self) -> None:
-        """One that ran or waited does no longer."""
+        """One that waited does no longer, and has not run."""
         self.active -= 1
         if self._elsewhere is not None:
             self._elsewhere.add(0, 0, -1)
@@ -89,12 +89,13 @@ class Account:
         self._count_request(-1, now_s)
 
     def served(self, tokens: int, now_s: float) -> None:
-        """A request has ended that used ``tokens``."""
+        """A request that ran has ended, and used ``tokens``."""
+        self.active -= 1
         self.tokens_used += tokens
         if self._tokens is not None:
             self._tokens.take(tokens, now_s)
         if self._elsewhere is not None:
-            self._elsewhere.add(0, tokens, 0)
+            self._elsewhere.add(0, tokens, -1)
 
     def _count_request(self, count: int, now_s: float) -> None:
         if self._requests is not None:

@@ -144,6 +144,26 @@ class Admission:
         queue is full and the wait was too long; ``RequestCancelledError`` when its client has left meanwhile.
         """
         entry = entry if entry is not None else Entry()
+        if not self.try_enter(entry):
+            account, now_s = self._checked(entry)
+            await self._wait(entry, account, now_s)
+            account.admitted += 1
+        return entry
+
+    def try_enter(self, entry: Entry) -> bool:
+        """As ``enter``, without waiting: False, and nothing has happened, if it would have to wait (``full``)."""
+        if self.inflight >= self._max_inflight or self._queue:
+            return False
+        account, _ = self._checked(entry)
+        self.inflight += 1
+        self.waits[entry.priority].at_once += 1
+        entry.account = account
+        account.enter()
+        account.admitted += 1
+        return True
+
+    def _checked(self, entry: Entry) -> tuple[Account, float]:
+        """Its account, where it counts from now on, and the time; raises if it may neither run nor wait."""
         if entry.gone:
             raise _aborted(entry)
         if self.draining:
@@ -156,15 +176,7 @@ class Admission:
         if account.limited and (error := account.check(now_s)) is not None:
             self.rejected[error.metadata["cause"]] += 1
             raise error
-        if self.inflight < self._max_inflight and not self._queue:
-            self.inflight += 1
-            self.waits[entry.priority].at_once += 1
-            entry.account = account
-            account.enter()
-        else:
-            await self._wait(entry, account, now_s)
-        account.admitted += 1
-        return entry
+        return account, now_s
 
     def leave(self, entry: Entry, tokens: int = 0) -> None:
         """Give a place back, of a request that used ``tokens``; whose turn it is takes it."""
@@ -172,12 +184,13 @@ class Admission:
         assert account is not None, "it has not entered, or has left"
         now_s = self._clock.monotonic()
         entry.account = None
-        account.exit()
         account.served(tokens, now_s)
         if self._queue:
             self._between_s += (now_s - self._left_s - self._between_s) * _NEWEST
+            self._pass_on()
+        else:
+            self._free()
         self._left_s = now_s
-        self._pass_on()
 
     def _pass_on(self) -> None:
         """A place is free."""
@@ -186,6 +199,10 @@ class Admission:
             if place is not None and not place.done():
                 place.set_result(None)
                 return
+        self._free()
+
+    def _free(self) -> None:
+        """A place is free, and nobody waits."""
         self.inflight -= 1
         assert self.inflight >= 0
 

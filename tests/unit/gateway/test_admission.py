@@ -94,6 +94,34 @@ async def test_a_client_that_leaves_frees_its_place_in_the_queue(given: bool) ->
         await admission.enter(entry)  # too late
 
 
+async def test_entering_without_waiting_counts_only_what_enters() -> None:
+    admission = Admission(1, 4, 30.0, clock=ManualClock())
+    key = _key("alice", requests_per_minute=2)
+    first, second = Entry(key), Entry(key)
+    assert admission.try_enter(first)
+    assert not any(admission.try_enter(second) for _ in range(3)), "the only place is taken"
+    assert (admission.inflight, admission.queued, admission.rejected) == (1, 0, {})
+
+    waiting = _waiting(admission, _key(""))
+    await _queued(admission, 1)
+    admission.leave(first, tokens=7)
+    assert not admission.try_enter(second), "the place went to who waited"
+    admission.leave(await waiting)
+    assert admission.try_enter(second), "what was not let in did not count against the key"
+    admission.leave(second)
+    with pytest.raises(errors.ResourceExhaustedError, match="2 requests per minute"):
+        admission.try_enter(Entry(key))
+    admission.draining = True
+    with pytest.raises(errors.UnavailableError, match="shutting down"):
+        admission.try_enter(Entry())
+    gone = Entry()
+    gone.abort("left")
+    with pytest.raises(errors.RequestCancelledError):
+        admission.try_enter(gone)
+    assert admission.inflight == admission.queued == 0
+    assert [(a.active, a.admitted, a.tokens_used) for _, a in admission.accounts.labelled()] == [(0, 2, 7)]
+
+
 async def test_nothing_enters_while_draining() -> None:
     admission = Admission(1, 1, 1)
     admission.draining = True

@@ -149,6 +149,7 @@ def test_limits_of_a_key_are_for_all_processes_together(tmp_path: Path) -> None:
     assert [account.check(0.0) is None for account in (first, second, third)] == [False] * 3, "six in all"
     third.not_served(0.0)
     assert first.check(0.0) is None
+    second.enter()
     second.served(150, 0.0)
     refused = first.check(10.0)
     assert refused is not None
