@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -15,19 +14,9 @@ from gateway.admission_metrics import admission_metrics
 from gateway.control_plane_watch import ControlPlaneWatch
 from gateway.orchestrator import Orchestrator
 from gateway.request import RequestState
+from gateway.request_metrics import RequestMetrics
 from gateway.router import Router
 from omnicore import metrics
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Series:
-    """What one kind of request moves; looking labels up costs more than counting."""
-
-    outcomes: dict[str, Counter]
-    seconds: Histogram
-    first_output: Histogram
-    prompt_tokens: Counter
-    completion_tokens: Counter
 
 
 class GatewayMetrics:
@@ -36,35 +25,20 @@ class GatewayMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._control_plane: ControlPlaneWatch | None = None
-        self._series: dict[tuple[str, str], _Series] = {}
-        self._requests = metrics.GATEWAY_REQUESTS.counter(self.registry)
-        self._seconds = metrics.GATEWAY_REQUEST_SECONDS.histogram(self.registry)
-        self._first_output = metrics.GATEWAY_FIRST_OUTPUT_SECONDS.histogram(self.registry)
-        self._prompt_tokens = metrics.GATEWAY_PROMPT_TOKENS.counter(self.registry)
-        self._completion_tokens = metrics.GATEWAY_COMPLETION_TOKENS.counter(self.registry)
+        self._ended = RequestMetrics()
+        self.registry.register(self._ended)
 
     def request_ended(self, state: RequestState) -> None:
         """Count a request; call it once for each."""
-        pipeline, task = state.spec.graph.name, state.spec.task
-        series = self._series.get((pipeline, task))
-        if series is None:
-            series = self._series[pipeline, task] = _Series(
-                {},
-                self._seconds.labels(pipeline, task),
-                self._first_output.labels(pipeline, task),
-                self._prompt_tokens.labels(pipeline),
-                self._completion_tokens.labels(pipeline),
-            )
-        outcome = state.status if state.error is None else state.error.reason.lower()
-        if (counter := series.outcomes.get(outcome)) is None:
-            counter = series.outcomes[outcome] = self._requests.labels(pipeline, task, outcome)
-        counter.inc()
-        series.seconds.observe(time.monotonic() - state.started_s)
-        if state.first_output_s is not None:
-            series.first_output.observe(state.first_output_s - state.started_s)
-        if state.status == "finished":
-            series.prompt_tokens.inc(state.usage.prompt_tokens)
-            series.completion_tokens.inc(state.usage.completion_tokens)
+        spec, usage, since_s, first_s = state.spec, state.usage, state.started_s, state.first_output_s
+        self._ended.ended(
+            spec.graph.name,
+            spec.task,
+            state.status if state.error is None else state.error.reason.lower(),
+            seconds=time.monotonic() - since_s,
+            first_output_s=None if first_s is None else first_s - since_s,
+            tokens=(usage.prompt_tokens, usage.completion_tokens) if state.status == "finished" else None,
+        )
 
     @property
     def control_plane_connected(self) -> bool:

@@ -11,7 +11,7 @@ import dataclasses
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 # From one engine step on a fast device to a long generation.
-_LATENCY_BUCKETS_S = (
+LATENCY_BUCKETS_S = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
 )  # fmt: skip
 
@@ -35,7 +35,7 @@ class Metric:
 
     def histogram(self, registry: CollectorRegistry) -> Histogram:
         """A histogram of seconds for a service's registry."""
-        return Histogram(self.name, self.help, self.labels, registry=registry, buckets=_LATENCY_BUCKETS_S)
+        return Histogram(self.name, self.help, self.labels, registry=registry, buckets=LATENCY_BUCKETS_S)
 
 
 GATEWAY_REQUESTS = Metric(
