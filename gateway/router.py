@@ -92,7 +92,7 @@ class Router:
         ``NotFoundError`` for an unknown stage."""
         pool = self._known(key)
         if strict_session is None:
-            strict_session = self._strict(key[0])
+            strict_session = bool(session_id) and self._strict(key[0])
         assignment = await pool.pick(
             request_id,
             affinity_from=affinity_from,
@@ -102,7 +102,8 @@ class Router:
             hint=hint,
             max_wait_s=self._max_wait_s if max_wait_s is None else max_wait_s,
         )
-        self._log_route(pool, assignment)
+        if _log.wants_debug:
+            self._log_route(pool, assignment)
         return assignment
 
     def try_pick(
@@ -118,15 +119,17 @@ class Router:
     ) -> Assignment | None:
         """As ``pick``, without waiting: None if no replica is routable."""
         pool = self._known(key)
+        if strict_session is None:
+            strict_session = bool(session_id) and self._strict(key[0])
         assignment = pool.try_pick(
             request_id,
             affinity_from=affinity_from,
             session_id=session_id,
-            strict_session=bool(session_id) and (self._strict(key[0]) if strict_session is None else strict_session),
+            strict_session=strict_session,
             exclude=exclude,
             hint=hint,
         )
-        if assignment is not None:
+        if assignment is not None and _log.wants_debug:
             self._log_route(pool, assignment)
         return assignment
 
@@ -316,8 +319,6 @@ class Router:
 
     @staticmethod
     def _log_route(pool: StagePool, assignment: Assignment) -> None:
-        if not _log.wants_debug:
-            return
         slot = assignment.slot
         _log.debug(
             "route",

@@ -18,6 +18,7 @@ import dataclasses
 import hashlib
 from collections import OrderedDict
 from collections.abc import Collection
+from typing import Any
 
 from gateway.balancers import NO_HINT, Balancer, Hint
 from gateway.replica_session import ReplicaSession
@@ -44,23 +45,26 @@ class ReplicaSlot:
     """
 
     __slots__ = (
-        "_inflight_at_report",
-        "_reported",
         "calls",
         "claim",
         "hears_session",
         "identity",
         "inflight",
+        "key",
         "load",
         "order",
         "profile",
+        "routable",
         "session",
+        "suspect",
         "view",
     )
 
     def __init__(self, view: ReplicaView) -> None:
-        self.view = view
+        self.see(view)
         self.session: ReplicaSession | None = None
+        self.key: ReplicaKey = view.key
+        """Its place."""
         self.claim = view.claim
         self.order = view.epoch  # the store's create_revision: ascending in order of registration
         place = "/".join(map(str, view.key)).encode()
@@ -70,39 +74,34 @@ class ReplicaSlot:
         self.inflight = 0
         self.calls = 0
         """Requests ever assigned."""
-        self._reported = 0
-        self._inflight_at_report = 0
         self.load = 0
         self.hears_session = False
         """Its session has told load."""
 
-    @property
-    def key(self) -> ReplicaKey:
-        """Its place."""
-        return self.view.key
+    def see(self, view: ReplicaView) -> None:
+        """The same claim, as it is now."""
+        self.view = view
+        # Read at every pick, and a view works them out from its record.
+        self.routable = view.routable
+        self.suspect = view.suspect
 
     def report(self, load: types_pb2.LoadReport) -> None:
         """Take in what the replica says of itself."""
         # -1 of a careless sender reads as the largest number: it knows nothing, and neither do we.
-        self._reported = load.queue_length if load.queue_length <= MAX_QUEUE_LENGTH else 0
-        self._inflight_at_report = self.inflight
-        self._recompute()
+        reported = load.queue_length if load.queue_length <= MAX_QUEUE_LENGTH else 0
+        self.load = max(reported, self.inflight)
 
     def begin(self) -> None:
         """One more request is there."""
         self.inflight += 1
         self.calls += 1
-        self._recompute()
+        self.load += 1
 
     def end(self) -> None:
         """One of our requests has left."""
         assert self.inflight > 0, f"replica {self.key}: released more often than assigned"
         self.inflight -= 1
-        self._recompute()
-
-    def _recompute(self) -> None:
-        estimate = self._reported + self.inflight - self._inflight_at_report
-        self.load = max(estimate, self.inflight)
+        self.load -= 1
 
 
 class Assignment:
@@ -125,7 +124,9 @@ class Assignment:
         """Give the place back. Further calls do nothing."""
         if (pool := self._pool) is not None:
             self._pool = None
-            pool._release(self)
+            if pool._bindings.get(self.request_id) is self:
+                del pool._bindings[self.request_id]
+            self.slot.end()
 
 
 @dataclasses.dataclass(slots=True)
@@ -192,7 +193,7 @@ class StagePool:
         slot = self.slots.get(view.key)
         if slot is None:
             slot = self.slots[view.key] = ReplicaSlot(view)
-        slot.view = view
+        slot.see(view)
         slot.profile = self._distances.profile(view.record)
         self._rebuild()
         return slot
@@ -211,9 +212,9 @@ class StagePool:
         return affected
 
     def _rebuild(self) -> None:
-        routable = sorted((s for s in self.slots.values() if s.view.routable), key=lambda s: s.order)
-        self._healthy = [slot for slot in routable if not slot.view.suspect]
-        self._suspect = [slot for slot in routable if slot.view.suspect]
+        routable = sorted((s for s in self.slots.values() if s.routable), key=lambda s: s.order)
+        self._healthy = [slot for slot in routable if not slot.suspect]
+        self._suspect = [slot for slot in routable if slot.suspect]
         if routable:
             for waiter in self._waiters:
                 if not waiter.done():
@@ -238,18 +239,14 @@ class StagePool:
         ``UnavailableError`` when none became routable in time, or when too many wait already, and
         ``FailedPreconditionError`` (SESSION_LOST) when the owner that it must be is gone.
         """
-
-        def attempt() -> Assignment | None:
-            return self.try_pick(
-                request_id,
-                affinity_from=affinity_from,
-                session_id=session_id,
-                strict_session=strict_session,
-                exclude=exclude,
-                hint=hint,
-            )
-
-        if (found := attempt()) is not None:
+        options: dict[str, Any] = {
+            "affinity_from": affinity_from,
+            "session_id": session_id,
+            "strict_session": strict_session,
+            "exclude": exclude,
+            "hint": hint,
+        }
+        if (found := self.try_pick(request_id, **options)) is not None:
             return found
         if max_wait_s > 0 and len(self._waiters) >= self._max_waiting:
             raise errors.UnavailableError(
@@ -268,7 +265,7 @@ class StagePool:
                 await asyncio.wait((waiter,), timeout=left_s)
             finally:
                 self._waiters.pop(waiter, None)
-            if (found := attempt()) is not None:
+            if (found := self.try_pick(request_id, **options)) is not None:
                 return found
         raise self._nobody(session_id if strict_session else "", len(exclude), max_wait_s)
 
@@ -288,11 +285,15 @@ class StagePool:
             if self._usable(held.slot, exclude):
                 return held
             del self._bindings[request_id]
-        slot, reason = self._resolve(affinity_from, session_id, strict_session, exclude, hint)
-        if slot is None:
-            return None
-        if session_id:
-            self._bind_session(session_id, slot)
+        if affinity_from or session_id or exclude or not self._healthy:
+            found, reason = self._resolve(affinity_from, session_id, strict_session, exclude, hint)
+            if found is None:
+                return None
+            slot = found
+            if session_id:
+                self._bind_session(session_id, slot)
+        else:  # most requests
+            slot, reason = self._balancer.pick(self._healthy, hint), self._balancer.name
         assignment = Assignment(self, slot, request_id, reason)
         self._bindings[request_id] = assignment
         slot.begin()
@@ -312,7 +313,7 @@ class StagePool:
             if strict:
                 if slot is None or slot.claim in exclude:
                     raise self._lost(session_id, bound.claim)
-                return (slot, "session") if slot.view.routable else (None, "")
+                return (slot, "session") if slot.routable else (None, "")
             if slot is not None and self._usable(slot, exclude):
                 return slot, "session"
             moved = True
@@ -364,15 +365,14 @@ class StagePool:
         """A binding holds while its replica is the same instance, routable, and not known to be in trouble."""
         if self.slots.get(slot.key) is not slot or slot.claim in exclude:
             return False
-        return slot.view.routable and not (slot.view.suspect and self._healthy)
+        return slot.routable and not (slot.suspect and self._healthy)
 
     def _bind_session(self, session_id: str, slot: ReplicaSlot) -> None:
-        self._sessions[session_id] = _SessionBinding(slot.claim, self._clock.monotonic())
-        self._sessions.move_to_end(session_id)
+        now_s = self._clock.monotonic()
+        if (bound := self._sessions.get(session_id)) is not None:
+            bound.claim, bound.used_s = slot.claim, now_s
+            self._sessions.move_to_end(session_id)
+            return
+        self._sessions[session_id] = _SessionBinding(slot.claim, now_s)
         if len(self._sessions) > self._max_sessions:
             self._sessions.popitem(last=False)
-
-    def _release(self, assignment: Assignment) -> None:
-        if self._bindings.get(assignment.request_id) is assignment:
-            del self._bindings[assignment.request_id]
-        assignment.slot.end()
