@@ -104,12 +104,10 @@ class WorkerParts:
 
     def check_call(self, call: stage_service_pb2.StageCall) -> None:
         """Raises ``InvalidRequestError`` naming the field that is wrong."""
-        _check(bool(call.request_id), "request_id", "required")
-        _check(
-            len(call.request_id) <= MAX_REQUEST_ID_CHARS,
-            "request_id",
-            f"at most {MAX_REQUEST_ID_CHARS} characters, got {len(call.request_id)}",
-        )
+        chars = len(call.request_id)
+        _check(chars > 0, "request_id", "required")
+        if chars > MAX_REQUEST_ID_CHARS:
+            raise InvalidRequestError.field("request_id", f"at most {MAX_REQUEST_ID_CHARS} characters, got {chars}")
         if call.HasField("timeout"):
             _check(call.timeout.ToNanoseconds() > 0, "timeout", "must be above 0")
         _check(
@@ -118,8 +116,10 @@ class WorkerParts:
             "required where the request enters; elsewhere inputs",
         )
         self._check_features(call)
-        self._check_inputs(call)
-        self._check_outputs(call)
+        if call.inputs:
+            self._check_inputs(call)
+        if call.outputs:
+            self._check_outputs(call)
 
     def _check_features(self, call: stage_service_pb2.StageCall) -> None:
         """What many engines cannot do would else be left out in silence."""
@@ -128,9 +128,18 @@ class WorkerParts:
                 f"the engine of this model ({self.stage.engine}) cannot go on from tokens", reason="RESUME_UNSUPPORTED"
             )
         sampling, prompt = call.sampling, call.prompt
-        asked = [f"sampling.{name}" for name in ("logprobs", "structured_output") if sampling.HasField(name)]
+        asked = []
+        if sampling.HasField("logprobs"):
+            asked.append("sampling.logprobs")
+        if sampling.HasField("structured_output"):
+            asked.append("sampling.structured_output")
         if prompt.WhichOneof("kind") is not None:
-            asked += [f"prompt.{name}" for name in ("bot_task", "negative_prompt", "language") if getattr(prompt, name)]
+            if prompt.bot_task:
+                asked.append("prompt.bot_task")
+            if prompt.negative_prompt:
+                asked.append("prompt.negative_prompt")
+            if prompt.language:
+                asked.append("prompt.language")
             if call.speech.instructions:
                 asked.append("speech.instructions")
         for path in asked:

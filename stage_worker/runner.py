@@ -34,6 +34,7 @@ MEDIA_PIECE_BYTES = 1024 * 1024
 """Media of one step is sent in pieces of at most this size, so that a frame never nears gRPC's limit."""
 ABORT_TIMEOUT_S = 5.0
 """An engine that takes longer to forget a request hangs; the heartbeat will tell."""
+_ENDED = RequestCancelledError("ended")  # says that a call cleans up; never raised or sent
 
 
 class EventSink(Protocol):
@@ -126,7 +127,7 @@ class CallRunner:
             error = from_exception(unexpected)
             _log.exception("call failed", request_id=self.key[0], attempt=self.key[1])
         # From here on an abort changes nothing: `ending` is set, so that none cancels the clean-up.
-        self._ending = self._ending or error or RequestCancelledError("ended")
+        self._ending = self._ending or error or _ENDED
         try:
             error = await self._close_inputs(error)
         finally:
