@@ -114,7 +114,8 @@ class Orchestrator:
         Raises ``AlreadyExistsError`` while a request of the same id runs, and what admission raises.
         """
         plan = spec.graph.plan(spec.task, spec.modalities)
-        await self.admission.enter(spec.entry)
+        if not self.admission.try_enter(spec.entry):
+            await self.admission.enter(spec.entry)
         if spec.request_id in self.running:
             self.admission.leave(spec.entry)
             raise errors.AlreadyExistsError(
