@@ -178,6 +178,16 @@ class Execution:
         work = self.works.get(int(peer)) if peer.isdigit() else None
         return work is not None and any((run.ended and not run.finished) or not run.readable for run in work.runs)
 
+    def _follows(self, failure: _Failure) -> bool:
+        """A consumer, itself well, could not read from a producer that has failed as well."""
+        error = failure.error
+        if not failures.needs_budget(error) or failures.lost_producer(error) is not None:
+            return False
+        return self._has_lost_its_peer(error)
+
+    def _needs_budget(self, failure: _Failure) -> bool:
+        return failures.needs_budget(failure.error) and not self._follows(failure)
+
     def _count(self, work: StageWork, finish: output_pb2.CallFinish) -> None:
         state, step = self.state, work.step
         usage = state.usage
@@ -241,7 +251,7 @@ class Execution:
         else:
             if not replays and self._retries >= self._parts.limits.retries:
                 raise self._refused(first)
-            if any(failures.needs_budget(failure.error) for failure in failed) and not self._parts.budget.take():
+            if any(self._needs_budget(failure) for failure in failed) and not self._parts.budget.take():
                 raise self._refused(first)
         self._check_alternatives(first, culprits, moves)
         self._begin_again(moves, first, culprits, replays, free)
@@ -295,7 +305,7 @@ class Execution:
         if any(not self._router.is_routable(claim) for claim in claims.values()):
             failed = [failure for failure in failed if failures.needs_budget(failure.error)]
         for failure in failed:
-            if failures.costs_no_try(failure.error):
+            if failures.costs_no_try(failure.error) or self._follows(failure):
                 continue
             blamed = failures.blamed_stage(failure.error)
             claim = claims.get(blamed) if blamed is not None else None

@@ -378,6 +378,43 @@ async def test_stages_without_flow_are_made_again_from_kept_handles() -> None:
         await stand.settled()
 
 
+async def test_the_only_consumer_of_a_lost_producer_is_not_blamed_for_what_it_could_not_read() -> None:
+    """Its fetch fails with whatever the connection says. Had it to be avoided, nobody else could take its place."""
+    half, unreadable = asyncio.Event(), asyncio.Event()
+
+    async def talks(call: Call) -> None:
+        if call.request.attempt == 0:
+            await half.wait()
+            # A peer is named: the gateway looks out for its failure, too, before it begins again.
+            call.fail(errors.UnavailableError("gone", reason="PEER_LOST", metadata={"peer_stage": 2}))
+        else:
+            call.finish()
+
+    async def sounds(call: Call) -> None:
+        if call.request.attempt == 0:
+            call.audio(AUDIO[: len(AUDIO) // 2])
+            half.set()
+            await unreadable.wait()
+            call.fail(errors.UnavailableError("connection refused", metadata={"peer_stage": 1}))
+        else:
+            await plays(Gate(-1))(call)
+
+    async with running_stand(speech_pipeline()) as stand:
+        await stand.cluster.add("speech", 0, silent)
+        for n in range(2):
+            await stand.cluster.add("speech", 1, talks, replica_id=n)
+        await stand.cluster.add("speech", 2, sounds)
+        await stand.ready("speech")
+        asking = asyncio.create_task(over_http(stand, "speech", True, ["audio"]))
+        await half.wait()
+        (execution,) = [state.stoppable.execution for state in stand.gateway.orchestrator.running.values()]  # type: ignore[union-attr]
+        await wait_until(lambda: any(run.ended for run in execution.works[1].runs), what="the talker's end is known")
+        unreadable.set()
+        answer = await asking
+        assert answer["audio"] == AUDIO
+        await stand.settled()
+
+
 async def test_an_edge_that_stays_silent_moves_its_producer() -> None:
     async def thinks(call: Call) -> None:
         if call.request.attempt == 0:
