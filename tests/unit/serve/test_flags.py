@@ -77,7 +77,7 @@ def test_which_flag_holds_where(
         (("--omni-dp-size-local", "0"), "--omni-dp-size-local: must be a whole number from 1 to 4096, got"),
         (("--omni-dp-size-local", "-1"), "--omni-dp-size-local: must be a whole number from 1 to 4096, got"),
         (("--omni-dp-size-local", "x"), "--omni-dp-size-local: must be a whole number"),
-        (("--omni-lb-policy", "best"), "round-robin, random, least-queue-length, got 'best'"),
+        (("--omni-lb-policy", "best"), "least-queue-length, prefix-affinity, topology-aware, got 'best'"),
         (("--omni-heartbeat-timeout", "0"), "--omni-heartbeat-timeout"),
         (("--omni-heartbeat-timeout", "-1"), "--omni-heartbeat-timeout"),
         (("--omni-heartbeat-timeout", "nan"), "--omni-heartbeat-timeout"),
