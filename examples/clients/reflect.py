@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import grpc
 from google.protobuf import json_format
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, ServiceDescriptor
 from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
@@ -69,7 +70,8 @@ def call(channel: grpc.Channel, pool: DescriptorPool, name: str, body: str) -> N
         request_serializer=lambda message: message.SerializeToString(),
         response_deserializer=response_class.FromString,
     )(request)
-    for response in answer if method.server_streaming else [answer]:
+    responses: Iterable[Message] = answer if method.server_streaming else [answer]
+    for response in responses:
         print(json.dumps(json_format.MessageToDict(response, descriptor_pool=pool)), flush=True)
 
 
