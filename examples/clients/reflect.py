@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import grpc
 from google.protobuf import json_format
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, ServiceDescriptor
 from google.protobuf.descriptor_pool import DescriptorPool
-from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
@@ -65,13 +65,12 @@ def call(channel: grpc.Channel, pool: DescriptorPool, name: str, body: str) -> N
     request = json_format.Parse(body, GetMessageClass(method.input_type)(), descriptor_pool=pool)
     response_class = GetMessageClass(method.output_type)
     make = channel.unary_stream if method.server_streaming else channel.unary_unary
-    answer = make(
+    answer: Any = make(
         f"/{name}",
         request_serializer=lambda message: message.SerializeToString(),
         response_deserializer=response_class.FromString,
     )(request)
-    responses: Iterable[Message] = answer if method.server_streaming else [answer]
-    for response in responses:
+    for response in answer if method.server_streaming else [answer]:
         print(json.dumps(json_format.MessageToDict(response, descriptor_pool=pool)), flush=True)
 
 
