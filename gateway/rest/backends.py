@@ -153,15 +153,26 @@ class ControlPlaneBackend:
                 self._first = turn % count
                 return
             except (grpc.aio.AioRpcError, errors.UnavailableError) as error:
-                typed = errors.from_exception(error)
-                if answered or not _worth_another(typed, route, sent=sent):
-                    raise typed from error
-                _log.info("control plane did not answer", address=address, method=route.full_name, reason=typed.message)
-                failures.append(typed)
+                failures.append(errors.from_exception(error))
+                if answered or not _worth_another(failures[-1], route, sent=sent):
+                    raise _taken(failures, failures[-1]) from error
+                why = failures[-1].message
+                _log.info("control plane did not answer", address=address, method=route.full_name, reason=why)
             finally:
                 await channel.close(None)
         # One of them may have said why; that is better than that the others could not be reached.
-        raise next((e for e in failures if e.reason not in ("CANNOT_CONNECT", "UNAVAILABLE")), failures[-1])
+        raise _taken(failures, _most_telling(failures))
+
+
+def _most_telling(failures: list[errors.OmniError]) -> errors.OmniError:
+    return next((e for e in failures if e.reason not in ("CANNOT_CONNECT", "UNAVAILABLE")), failures[-1])
+
+
+def _taken(failures: list[errors.OmniError], one: errors.OmniError) -> errors.OmniError:
+    """``one`` of them; the others are dropped. A frame that keeps the error that leaves it is a cycle, and the channel
+    in it, closed or not, keeps its connection until the garbage collector comes by."""
+    failures.clear()
+    return one
 
 
 def _worth_another(error: errors.OmniError, route: Route, *, sent: bool) -> bool:

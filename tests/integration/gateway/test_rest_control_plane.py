@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,6 +16,8 @@ import pytest
 
 from gateway.app import Gateway
 from gateway.config import GatewayConfig
+from gateway.rest.backends import ControlPlaneBackend
+from gateway.rest.routes import RestRoutes
 from omni.v1 import (
     admin_service_pb2,
     admin_service_pb2_grpc,
@@ -153,6 +157,31 @@ async def test_the_next_control_plane_is_asked(planes: list[Plane], http: aiohtt
         assert response.status == 503
         error = (await response.json())["error"]
     assert (error["code"], error["status"]) == ("not_loaded", "UNAVAILABLE"), "the reason of one that could be asked"
+
+
+@pytest.mark.parametrize("addresses", [1, 2])
+async def test_a_call_that_is_refused_leaves_no_connection(planes: list[Plane], addresses: int) -> None:
+    """gRPC closes a connection when its channel is freed: an error in a cycle with it would keep it open."""
+    made: list[weakref.ref[grpc.aio.Channel]] = []
+
+    def connect(address: str) -> grpc.aio.Channel:
+        channel = rpc.channel(address)
+        made.append(weakref.ref(channel))
+        return channel
+
+    found = RestRoutes(admin_service_pb2.DESCRIPTOR.services_by_name.values()).find("GET", "/api/v1/status")
+    assert found is not None
+    gc.disable()
+    try:
+        async with running(planes[0]) as first:
+            planes[0].loaded = False
+            backend = ControlPlaneBackend([first] * addresses, connect, 30.0)
+            with pytest.raises(errors.UnavailableError, match="is loading"):
+                await backend.unary(found[0], admin_service_pb2.GetClusterStatusRequest(), ())
+            assert len(made) == addresses
+            await wait_until(lambda: all(channel() is None for channel in made), 30.0, what="the channels are freed")
+    finally:
+        gc.enable()
 
 
 async def test_a_change_that_is_repeated_has_one_name(planes: list[Plane], http: aiohttp.ClientSession) -> None:
