@@ -104,6 +104,8 @@ class Siblings:
             return {}
         others = [index for index in range(place.count) if index != place.index]
         question = orjson.dumps({"ask": what, **details}) + b"\n"
+        if len(question) > _MOST_QUESTION_BYTES:  # an id that nobody has: nothing of ours is that long
+            return {}
         answers = await asyncio.gather(*(self._ask(index, question) for index in others))
         return {index: answer[0] for index, answer in zip(others, answers, strict=True) if answer is not None}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,27 @@ async def test_siblings_answer_each_other_and_who_is_gone_is_left_out(tmp_path: 
         await process.close()
     assert await processes[0].ask("thing", n=7) == {}
     assert await Siblings().ask("thing") == {}
+
+
+async def test_a_question_that_is_too_long_has_no_answer_and_troubles_nobody(tmp_path: Path) -> None:
+    troubles: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: troubles.append(context))
+    processes = [Siblings(Place(str(tmp_path), index, 2), answer_s=30.0) for index in range(2)]
+
+    async def echo(question: Any) -> Any:
+        return question
+
+    for process in processes:
+        process.answer("thing", echo)
+        await process.start()
+    try:
+        assert await processes[0].ask("thing", text="x" * 60_000) == {1: {"text": "x" * 60_000}}
+        assert await processes[0].ask("thing", text="x" * 100_000) == {}
+    finally:
+        for process in processes:
+            await process.close()
+    gc.collect()
+    assert troubles == []
 
 
 def test_a_child_gets_all_of_the_configuration() -> None:
