@@ -64,10 +64,14 @@ class _Owner:
         """The execution has something to do, or is done; a task that runs sees to that itself."""
         if self.task is not None:
             return
-        if self.state.ended:
-            self._retire(self, None)
-        elif self.execution is not None and not self.execution.advance() and self.task is None:
-            self._spawn(self)  # unless a call that failed at once has led here already
+        try:
+            if self.state.ended:
+                self._retire(self, None)
+            elif self.execution is not None and not self.execution.advance() and self.task is None:
+                self._spawn(self)  # unless a call that failed at once has led here already
+        except Exception as failure:  # noqa: BLE001 -- the request must end, and the client must hear of it
+            _log.exception("request failed", request_id=self.state.request_id)
+            self.state.end("failed", errors.from_exception(failure))
 
     def _late(self) -> None:
         timeout_s, request_id = self.state.spec.timeout_s, self.state.request_id

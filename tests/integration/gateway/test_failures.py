@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
 import pytest
 
+from gateway.balancers import NO_HINT, C, Hint, RoundRobinBalancer
 from omni.v1 import stage_service_pb2, transfer_pb2
 from omnicore import errors
 from tests.integration.gateway.conftest import USER, Stand, running_stand
@@ -372,4 +374,25 @@ async def test_control_planes_fail_over_and_the_last_view_is_kept(stand: Stand) 
     await control_plane.start(port)
     await wait_until(lambda: stand.gateway.watch.connected, what="reconnection")
     assert control_plane.resumed_from[-1] == seen
+    assert (await stand.chat("text"))[0] == 200
+
+
+class _Faulty:
+    """A balancer with a bug."""
+
+    name = "faulty"
+
+    def pick(self, candidates: Sequence[C], hint: Hint = NO_HINT) -> C:
+        raise ZeroDivisionError("a bug of ours")
+
+
+async def test_a_bug_of_ours_costs_the_request_that_meets_it(stand: Stand) -> None:
+    await stand.cluster.add("text", 0, tokens(3))
+    await stand.ready("text")
+    pool = stand.gateway.router.pools["text", 0]
+    pool.use(_Faulty())
+    status, body = await stand.chat("text")
+    assert (status, body["error"]["type"]) == (500, "server_error")
+    await stand.settled()
+    pool.use(RoundRobinBalancer())
     assert (await stand.chat("text"))[0] == 200
