@@ -132,7 +132,8 @@ def hashed(key: str) -> str:
 
 
 def parse(flag: str, content: bytes) -> KeyTable:
-    """The keys of a file that ``flag`` named. Raises ``InvalidRequestError`` that names line and field."""
+    """The keys of a file that ``flag`` named. Raises ``InvalidRequestError`` that names line and field; also for a file
+    without any key, which is what is there while another one is being written."""
     keys: dict[bytes, ApiKey] = {}
     lines: dict[str, int] = {}
     for number, line in enumerate(content.split(b"\n"), 1):
@@ -150,6 +151,8 @@ def parse(flag: str, content: bytes) -> KeyTable:
                 raise InvalidRequestError.field(flag, f"line {number} of the file: its {what} is that of {lines[name]}")
             lines[name] = number
         keys[digest] = key
+    if not keys:
+        raise InvalidRequestError.field(flag, "the file holds no key; `omnictl api-key create` makes one")
     return KeyTable(keys)
 
 
