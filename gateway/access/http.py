@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from gateway.access.control import CALLER, AccessControl, role_of_rpc
+from gateway.access.control import AccessControl, role_of_rpc
 from gateway.access.cors import Cors
 from gateway.http.exchange import Exchange
 from omnicore import errors
@@ -46,14 +46,14 @@ class HttpAccess:
     def require(self, exchange: Exchange, role: KeyRole, what: str = "") -> None:
         """Set ``exchange.caller``. Raises ``UnauthenticatedError`` and ``PermissionDeniedError``; both are in the audit
         log, where ``what`` names the call: method and path, if it is empty."""
-        what = what or f"{exchange.method} {exchange.path}"
         key_id = ""
         try:
             key = self.control.identify(exchange.header(b"authorization"), exchange.header(b"x-api-key"))
             exchange.caller, key_id = key, key.id
-            CALLER.set(key)
-            self.control.check(key, role, what)
+            if not self.control.may(key, role):
+                self.control.check(key, role, what or f"{exchange.method} {exchange.path}")
         except errors.OmniError as error:
+            what = what or f"{exchange.method} {exchange.path}"
             key_id = key_id or error.metadata.get("key_id", "")
             self.control.audit.refused(what, key_id, error.reason.lower(), exchange.request_id.decode())
             raise

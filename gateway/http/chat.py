@@ -12,7 +12,7 @@ from gateway import validation
 from gateway.http import audio
 from gateway.http.chat_schema import ChatRequest, parse_chat
 from gateway.http.choices import begin_choices, seeded, stream_choices
-from gateway.http.exchange import Exchange
+from gateway.http.exchange import JSON_HEADERS, Exchange
 from gateway.http.logprobs import chat_logprobs, of_events
 from gateway.http.pictures import PictureCollector, pictures
 from gateway.http.service import HttpService
@@ -23,6 +23,11 @@ from omni.v1 import stage_service_pb2
 # OpenAI keeps audio for follow-up turns and says until when; we keep none, so it is over at once.
 _AUDIO_KEPT_S = 0
 _FINISH_REASONS = ("stop", "length", "content_filter")
+_PLAIN_ANSWER = (
+    b'{"id":"%b","object":"chat.completion","created":%d,"model":%b,"choices":[{"index":0,"message":'
+    b'{"role":"assistant","content":%b,"refusal":null},"logprobs":null,"finish_reason":"%b"}],"usage":'
+    b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,"completion_tokens_details":{"audio_tokens":%d}}}'
+)
 
 
 class ChatEndpoint:
@@ -55,6 +60,9 @@ class ChatEndpoint:
             events = await state.collect()
         finally:
             state.abort("its response has ended")
+        if chat.modalities == ("text",) and not chat.logprobs:
+            await exchange.respond(200, plain_answer(request_id, created, chat, state, events), JSON_HEADERS)
+            return
         choices = [_choice(0, request_id, chat, state, events)]
         await exchange.json(_response(request_id, created, chat, choices, state.usage))
 
@@ -215,6 +223,23 @@ def _choice(
         }
     logprobs = chat_logprobs(of_events(events)) if chat.logprobs else None
     return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason(state)}
+
+
+def plain_answer(
+    request_id: str,
+    created: int,
+    chat: ChatRequest,
+    state: RequestState,
+    events: Sequence[stage_service_pb2.StageEvent],
+) -> bytes:
+    """The same bytes as ``_response`` with one ``_choice``, for an answer that is text alone."""
+    text = events[0].text if len(events) == 1 else "".join([event.text for event in events])
+    usage = state.usage
+    prompt, completion = usage.prompt_tokens, usage.completion_tokens
+    return _PLAIN_ANSWER % (
+        request_id.encode(), created, orjson.dumps(chat.graph.name), orjson.dumps(text),
+        finish_reason(state).encode(), prompt, completion, prompt + completion, completion - usage.text_tokens,
+    )  # fmt: skip
 
 
 def _response(

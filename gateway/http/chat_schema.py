@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -60,6 +62,24 @@ _KNOWN = (
     | {"model", "messages", "extra_body", "modalities", "audio", "stream", "stream_options", "session_id"}
 )
 
+# What nearly all bodies have, and values that need no second look: type float stands for any number, and the bounds
+# are those that ``validation`` and the fields of SamplingParams set, both accepted. Anything else is read in full.
+_PLAIN_VALUES: dict[str, tuple[type, float, float]] = {
+    "temperature": (float, 0, sys.float_info.max),
+    "top_p": (float, math.ulp(0.0), 1),
+    "presence_penalty": (float, -2, 2),
+    "frequency_penalty": (float, -2, 2),
+    "repetition_penalty": (float, math.ulp(0.0), sys.float_info.max),
+    "top_k": (int, 1, 2**31 - 1),
+    "seed": (int, -(2**63), 2**63 - 1),
+    "max_tokens": (int, 1, 2**32 - 1),
+    "max_completion_tokens": (int, 1, 2**32 - 1),
+    "ignore_eos": (bool, False, True),
+}
+_PLAIN_OTHERS = _HARMLESS | {"model", "messages", "stream", "stream_options", "session_id"}
+_PLAIN_ROLES = frozenset(validation.ROLES)
+_PLAIN_ID = re.compile(rf"[!-~]{{0,{validation.MAX_ID_CHARS}}}")
+
 
 @dataclasses.dataclass(slots=True)
 class ChatRequest:
@@ -93,6 +113,8 @@ def parse_chat(
 
     ``media_domains``: hosts that pictures and sounds may be fetched from.
     """
+    if (plain := _plain_chat(body, pipelines, prompt_limit_bytes)) is not None:
+        return plain
     fields = Fields(_flat(body))
     graph = validation.find_pipeline(pipelines, fields.string("model", "") or "")
     validation.check_task(graph, "chat", "model")
@@ -122,6 +144,71 @@ def parse_chat(
         graph, modalities, prompt, sampling, speech, audio_format, stream, include_usage, session_id, n, timeout_s,
         priority, logprobs, messages.remote,
     )  # fmt: skip
+
+
+def _plain_chat(body: Any, pipelines: Mapping[str, PipelineGraph], prompt_limit_bytes: int) -> ChatRequest | None:
+    """What the full way would make of a valid body as nearly all are: turns of text, a few sampling parameters. None
+    for any other, valid or not: what is wrong with it is said in one place only."""
+    if type(body) is not dict or type(model := body.get("model")) is not str:
+        return None
+    graph = pipelines.get(model)
+    if graph is None or "chat" not in graph.entrypoints or "text" not in graph.modalities("chat"):
+        return None
+    stream, options = body.get("stream"), body.get("stream_options")
+    session_id, include_usage = body.get("session_id"), False
+    if stream is not None and type(stream) is not bool:
+        return None
+    if options is not None:
+        if not stream or type(options) is not dict or options.keys() != {"include_usage"}:
+            return None
+        if type(include_usage := options["include_usage"]) is not bool:
+            return None
+    if session_id is not None and (type(session_id) is not str or _PLAIN_ID.fullmatch(session_id) is None):
+        return None
+    sampling = _plain_sampling(body)
+    prompt = _plain_prompt(body.get("messages")) if sampling is not None else None
+    if sampling is None or prompt is None or prompt.ByteSize() > prompt_limit_bytes:
+        return None
+    return ChatRequest(
+        graph, ("text",), prompt, sampling, prompt_pb2.SpeechOptions(), "", stream or False, include_usage,
+        session_id or "", 1, 0.0, None, False, [],
+    )  # fmt: skip
+
+
+def _plain_sampling(body: dict[str, Any]) -> sampling_pb2.SamplingParams | None:
+    given: dict[str, Any] = {}
+    for name, value in body.items():
+        if (accepted := _PLAIN_VALUES.get(name)) is None:
+            if name not in _PLAIN_OTHERS:
+                return None
+        elif value is not None:
+            wanted, low, high = accepted
+            kind: type = type(value)
+            if kind is not wanted and not (wanted is float and kind is int):
+                return None
+            if not low <= value <= high:  # so says not a number, too
+                return None
+            given[name] = value
+    if (limit := given.pop("max_completion_tokens", None)) is not None and given.setdefault(
+        "max_tokens", limit
+    ) != limit:
+        return None
+    return sampling_pb2.SamplingParams(**given)
+
+
+def _plain_prompt(messages: Any) -> prompt_pb2.Prompt | None:
+    if type(messages) is not list or not 0 < len(messages) <= validation.MAX_MESSAGE_PARTS:
+        return None
+    prompt = prompt_pb2.Prompt()
+    add = prompt.chat.messages.add  # much cheaper than messages given to a constructor, which copies them
+    for message in messages:
+        if type(message) is not dict or len(message) != 2:
+            return None
+        role, content = message.get("role"), message.get("content")
+        if type(role) is not str or type(content) is not str or role not in _PLAIN_ROLES:
+            return None
+        add(role=role).parts.add(text=content)
+    return prompt
 
 
 def _flat(body: object) -> object:

@@ -169,15 +169,17 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A whole header; after the body, a trailer, which nobody wants."""
-        self._count(len(name) + len(value) + 4)  # ": " and the end of the line
+        self._head_bytes += len(name) + len(value) + 4  # ": " and the end of the line
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise _HeadTooLargeError
         if self._phase != _HEAD:
             return
-        name = name.lower()
-        if name in self._headers:
+        headers, name = self._headers, name.lower()
+        if name in headers:
             if name in _ONCE:
                 raise _RefusedError(f"the header {name.decode('latin-1')} may come once")
-            value = self._headers[name] + b", " + value
-        self._headers[name] = value
+            value = headers[name] + b", " + value
+        headers[name] = value
 
     def on_headers_complete(self) -> None:
         """The request can begin."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
-import secrets
 import time
 import urllib.parse
 from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +22,8 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 _PRINTABLE = re.compile(rb"[!-~]+")
 _JSON = (b"content-type", b"application/json")
+JSON_HEADERS = (_JSON,)
+"""Of a whole response as JSON; given to ``respond`` as this very object, it is written fastest."""
 _STATUS_LINES = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
 # How the end of a body is told.
 _BY_LENGTH, _CHUNKED, _BY_CLOSE, _NONE = range(4)
@@ -95,7 +97,7 @@ class Exchange:
         """Of the response, whatever it is."""
         self.on_writable: Callable[[], None] | None = None
         """Called when a client that was ``congested`` has caught up."""
-        self.id = secrets.token_hex(16)
+        self.id = _random_id()
         """32 hex digits of its own; what the exchange begins is named after it."""
         asked = headers.get(b"x-request-id", b"")
         self.request_id = asked if 0 < len(asked) <= 256 and _PRINTABLE.fullmatch(asked) else self.id.encode()
@@ -258,14 +260,38 @@ class Exchange:
         """The client has left."""
         return self._wire.lost
 
+    @property
+    def _plain(self) -> bool:
+        """The response has no headers but those that every one has: it can be written by one template. (Of what stands
+        in the template, only the request's id is the client's, and that is known to have no line end.)"""
+        return (
+            self.keep_alive
+            and self.http_1_1
+            and self._complete
+            and not self.extra_headers
+            and self.method != "HEAD"
+            and not self._wire.ends
+            and not getattr(self._on_leave, "replays", 0)
+        )
+
     async def respond(self, status: int, data: bytes, headers: Headers) -> None:
         """Send a whole response."""
+        if status == 200 and headers is JSON_HEADERS and self._plain:
+            assert not self.started, "one response per request"
+            self.started = self.ended = True
+            self._wire.write(
+                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
+                b"x-request-id: %b\r\ncontent-length: %d\r\n%b\r\n%b" % (self.request_id, len(data), _date_line(), data)
+            )
+            if self._wire.congested:
+                await self._wire.drain()
+            return
         self.begin(status, (*headers, (b"content-length", b"%d" % len(data))))
         await self.body(data, more=False)
 
     async def json(self, payload: Any, status: int = 200, headers: Headers = ()) -> None:
         """Send a whole response as JSON."""
-        await self.respond(status, orjson.dumps(payload), (_JSON, *headers))
+        await self.respond(status, orjson.dumps(payload), (_JSON, *headers) if headers else JSON_HEADERS)
 
     async def error(self, error: errors.OmniError, status: int | None = None, headers: Headers = ()) -> None:
         """Send an error, as OpenAI's API does."""
@@ -357,6 +383,28 @@ def _split(target: bytes) -> tuple[str, str]:
         text = "/" + text.partition("://")[2].partition("/")[2]
     path, _, query = text.partition("?")
     return path, query
+
+
+class _Ids:
+    """Random ids, drawn from the system for many at a time."""
+
+    hex = ""
+    used = 0
+
+
+def _random_id() -> str:
+    begin = _Ids.used
+    if begin >= len(_Ids.hex):
+        _Ids.hex, begin = os.urandom(4096).hex(), 0
+    _Ids.used = begin + 32
+    return _Ids.hex[begin : begin + 32]
+
+
+def _forget_ids() -> None:
+    _Ids.hex, _Ids.used = "", 0
+
+
+os.register_at_fork(after_in_child=_forget_ids)  # two processes never draw the same
 
 
 class _Date:
