@@ -120,7 +120,7 @@ def test_sampling_parameters_are_typed() -> None:
     given = (
         "temperature: 0, top_p: 1, top_k: -1, max_tokens: 2048, seed: -52, detokenize: true, repetition_penalty: 1.05, "
         "skip_special_tokens: false, num_inference_steps: 50, guidance_scale: 0, stop: END, stop_token_ids: [1, 2], "
-        "ignore_eos: true, min_tokens: 2, presence_penalty: -2, frequency_penalty: 2, height: 1024, "
+        "ignore_eos: true, min_tokens: 2, presence_penalty: -2, frequency_penalty: 2, height: 1024, strength: 0.5, "
         "include_stop_str_in_output: true, extra_args: {cfg_scale: 1.5}"
     )
     params = plan(chain(1, stage_0=f"default_sampling_params: {{{given}}}")).stages[0].default_sampling_params
