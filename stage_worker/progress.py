@@ -89,5 +89,7 @@ class Vitality:
             finally:
                 self._asking -= 1
                 if not self._asking:
+                    # Forgotten before it has ended: who asks next must not wait for one that is being cancelled.
+                    self._probing = None
                     probing.cancel()
         return self._progress.outputs

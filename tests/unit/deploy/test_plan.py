@@ -128,8 +128,8 @@ def test_sampling_parameters_are_typed() -> None:
         "temperature": 0.0, "top_p": 1.0, "top_k": -1, "max_tokens": 2048, "seed": "-52", "detokenize": True,
         "repetition_penalty": 1.05, "skip_special_tokens": False, "num_inference_steps": 50, "guidance_scale": 0.0,
         "stop": ["END"], "stop_token_ids": [1, 2], "ignore_eos": True, "min_tokens": 2, "presence_penalty": -2.0,
-        "frequency_penalty": 2.0,
-        "extra": {"height": 1024.0, "include_stop_str_in_output": True, "extra_args": {"cfg_scale": 1.5}},
+        "frequency_penalty": 2.0, "height": 1024,
+        "extra": {"strength": 0.5, "include_stop_str_in_output": True, "extra_args": {"cfg_scale": 1.5}},
     }  # fmt: skip
     empty = plan("stages: [{stage_id: 0}]").stages[0].default_sampling_params
     assert not empty.HasField("temperature")

@@ -81,6 +81,17 @@ async def test_who_asks_at_a_time_shares_one_probe(replica: Replica) -> None:
     assert replica.probes.asked[1].cancelled(), "nobody asks any more"
 
 
+async def test_who_asks_as_the_last_other_leaves_does_not_wait_for_its_cancelled_probe(replica: Replica) -> None:
+    leaving = asyncio.create_task(replica.vitality.shown(0))
+    await replica.until_asked(1)
+    leaving.cancel()
+    staying = asyncio.create_task(replica.vitality.shown(0))
+    await asyncio.wait([leaving])
+    await replica.until_asked(2)
+    replica.probes.asked[1].set_result(None)
+    assert await asyncio.wait_for(staying, 30) == 0
+
+
 async def test_output_is_progress_also_while_a_probe_is_out(replica: Replica) -> None:
     replica.progress.outputs = 3
     assert await replica.vitality.shown(2) == 3
