@@ -41,8 +41,10 @@ async def outage(system: Cluster, requests: Load, seconds: float) -> None:
     assert not requests.failed, requests.failed
 
 
-@everyone
-@pytest.mark.parametrize("fault", ["SIGKILL", "SIGTERM", "SIGSTOP", "partition", "reset"])
+@pytest.mark.parametrize(
+    ("fault", "loaded"),
+    [("SIGKILL", False), *((fault, True) for fault in ("SIGKILL", "SIGTERM", "SIGSTOP", "partition", "reset"))],
+)
 async def test_away_for_longer_than_a_lease(system: Cluster, fault: str, loaded: bool) -> None:
     node = system.etcd[0]
     async with load(system, clients=CLIENTS if loaded else 0) as requests:
