@@ -287,7 +287,7 @@ class ReplicaSession:
                 finally:
                     channel, self._channel = self._channel, None
                     if channel is not None:
-                        await channel.close(None)
+                        await self._close(channel)
                 if self._hung:
                     reason = f"it hangs: no sign of life for {self._hung_after_s or self._connect_timeout_s:g} s"
                 self._broke(reason)
@@ -299,6 +299,12 @@ class ReplicaSession:
                 await asyncio.sleep((patience if refused else backoff).next_delay_s())
         finally:
             self._broke("the session was closed")
+
+    async def _close(self, channel: grpc.aio.Channel) -> None:
+        try:
+            await channel.close(None)
+        except Exception:  # noqa: BLE001 -- the session must go on to its next channel, or the replica is lost for good
+            _log.exception("channel failed to close", **self._who())
 
     async def _serve(self, channel: grpc.aio.Channel, backoff: Backoff) -> None:
         open_stream: Callable[[], _Stream] = stage_service_pb2_grpc.StageServiceStub(channel).Session  # type: ignore[assignment]

@@ -29,6 +29,7 @@ PURE = [
     "gateway/balancers.py",
     "gateway/fair_queue.py",
     "gateway/graph.py",
+    "gateway/pd.py",
     "gateway/validation.py",
     "stage_worker/chunking.py",
     "stage_worker/devices.py",
