@@ -61,16 +61,29 @@ class Account:
 
     def check(self, now_s: float) -> errors.ResourceExhaustedError | None:
         """The error for one more request now, which then counts nothing; None, and it counts."""
+        if (refusal := self.refusal(1, now_s)) is None:
+            self._count_request(1, now_s)
+        return refusal
+
+    def refusal(self, count: int, now_s: float) -> errors.ResourceExhaustedError | None:
+        """The error for ``count`` more requests now; None if all of them may come. Counts nothing."""
         if self._elsewhere is not None:
             self._hear_of_others(self._elsewhere, now_s)
-        if self._requests is not None and (wait_s := self._requests.wait_s(now_s)) > 0:
+        if self._requests is not None and (wait_s := self._requests.wait_s(now_s, count)) > 0:
             return self._refusal("rate_limited", f"{self.key.requests_per_minute} requests per minute", wait_s)
         if self._tokens is not None and (wait_s := self._tokens.wait_s(now_s)) > 0:
             return self._refusal("token_limited", f"{self.key.tokens_per_minute} tokens per minute", wait_s)
-        if self.key.max_concurrent and self.active + self._active_elsewhere >= self.key.max_concurrent:
+        if self.key.max_concurrent and self.active + self._active_elsewhere + count > self.key.max_concurrent:
             return self._refusal("too_many_concurrent", f"{self.key.max_concurrent} requests at once", RETRY_AFTER_S)
-        self._count_request(1, now_s)
         return None
+
+    def most_at_once(self) -> tuple[int, str] | None:
+        """How many requests can ever come together, and by which limit; None: any number."""
+        limits = (
+            (self.key.max_concurrent, "max_concurrent"),
+            (self.key.requests_per_minute, "requests_per_minute"),
+        )
+        return min((limit for limit in limits if limit[0]), default=None)
 
     def enter(self) -> None:
         """One more runs or waits."""

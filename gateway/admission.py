@@ -178,6 +178,30 @@ class Admission:
             raise error
         return account, now_s
 
+    def check_together(self, key: ApiKey, count: int, field: str) -> None:
+        """May ``count`` requests, which succeed or fail together, enter now? Counts nothing.
+
+        Some would run for nothing if the others may not, and use up the limit each time: nobody would ever get
+        through. Raises ``InvalidRequestError`` for ``field``, which makes them so many, if that can never be; and
+        ``ResourceExhaustedError``, with the time until there is room for all.
+        """
+        if not self._max_queued and count > self._max_inflight:
+            raise errors.InvalidRequestError.field(
+                field, f"{count} requests at once, and this gateway runs at most {self._max_inflight}"
+            )
+        now_s = self._clock.monotonic()
+        account = self.accounts.of(key, now_s)
+        if not account.limited:
+            return
+        most = account.most_at_once()
+        if most is not None and count > most[0]:
+            raise errors.InvalidRequestError.field(
+                field, f"{count} requests at once, and the API key {key.id!r} is limited to {most[0]} ({most[1]})"
+            )
+        if (error := account.refusal(count, now_s)) is not None:
+            self.rejected[error.metadata["cause"]] += 1
+            raise error
+
     def leave(self, entry: Entry, tokens: int = 0) -> None:
         """Give a place back, of a request that used ``tokens``; whose turn it is takes it."""
         account = entry.account

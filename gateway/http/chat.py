@@ -76,7 +76,9 @@ class ChatEndpoint:
         async def submit(index: int, choice_id: str) -> RequestState:
             return await self._submit(exchange, chat, index, choice_id)
 
-        choices = await begin_choices(exchange, request_id, chat.n, chat.n, submit)
+        choices = await begin_choices(
+            self._service.orchestrator.admission, exchange, request_id, chat.n, chat.n, submit
+        )
         if chat.stream:
             encoders = [ChatChunks(request_id, created, chat, index) for index in range(chat.n)]
             await stream_choices(exchange, choices, encoders, self._service.limits.keepalive_s)

@@ -11,6 +11,7 @@ import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
+from gateway.admission import Admission
 from gateway.graph import PipelineGraph
 from gateway.http.events import COMMENT, DONE, HEADERS, error_event
 from gateway.http.exchange import Exchange
@@ -104,13 +105,18 @@ class Choices:
 
 
 async def begin_choices(
+    admission: Admission,
     exchange: Exchange,
     request_id: str,
     count: int,
     per_prompt: int,
     submit: Callable[[int, str], Awaitable[RequestState]],
 ) -> Choices:
-    """Begin ``count`` requests by ``submit(index, id)``; the first has the client's id. What fails ends all."""
+    """Begin ``count`` requests by ``submit(index, id)``; the first has the client's id. What fails ends all.
+
+    Raises ``InvalidRequestError`` if the caller may never have so many at once."""
+    if count > 1:
+        admission.check_together(exchange.caller, count, "n" if per_prompt > 1 else "prompt")
     states: list[RequestState] = []
     try:
         for index in range(count):

@@ -62,7 +62,9 @@ class CompletionEndpoint:
         async def submit(index: int, choice_id: str) -> RequestState:
             return await self._submit(exchange, asked, index, choice_id)
 
-        choices = await begin_choices(exchange, request_id, count, asked.n, submit)
+        choices = await begin_choices(
+            self._service.orchestrator.admission, exchange, request_id, count, asked.n, submit
+        )
         if asked.stream:
             encoders = [CompletionChunks(request_id, created, asked, index) for index in range(count)]
             await stream_choices(exchange, choices, encoders, self._service.limits.keepalive_s)

@@ -45,7 +45,9 @@ class ImageEndpoints:
 
         created = int(time.time())
         request_id = "img-" + exchange.id
-        choices = await begin_choices(exchange, request_id, asked.n, asked.n, submit)
+        choices = await begin_choices(
+            self._service.orchestrator.admission, exchange, request_id, asked.n, asked.n, submit
+        )
         made = [picture for events in await choices.collect() for picture in pictures(events)]
         if not made:
             raise errors.InternalError(f"model {asked.graph.name!r} made no image", reason="NO_OUTPUT")

@@ -135,12 +135,19 @@ async def test_a_waiting_request_holds_its_body_once(narrow: tuple[Stand, Gate])
 
 
 async def test_limits_of_a_key_are_429_with_the_time_to_wait(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_text(api_keys.line(ApiKey("alice", api_keys.hashed(KEY), requests_per_minute=2)))
+    keys = tmp_path / "keys"
+    keys.write_text(api_keys.line(ApiKey("alice", api_keys.hashed(KEY), requests_per_minute=2)))
     headers = {"authorization": f"Bearer {KEY}"}
-    async with running_stand(text_pipeline(), api_keys=str(path)) as stand:
+    async with running_stand(text_pipeline(), api_keys=str(keys)) as stand:
         await stand.cluster.add("text", 0, tokens(2))
         await stand.ready("text")
+        for path, body in (
+            ("chat/completions", BODY | {"n": 3}),
+            ("completions", {"model": "text", "prompt": ["a"] * 3}),
+        ):
+            async with stand.http.post(f"/v1/{path}", json=body, headers=headers) as response:
+                assert response.status == 400, "trying again would never help, and it counts nothing"
+                assert (await response.json())["error"]["param"] == ("n" if "n" in body else "prompt")
         for _ in range(2):
             async with stand.http.post("/v1/chat/completions", json=BODY, headers=headers) as response:
                 assert response.status == 200

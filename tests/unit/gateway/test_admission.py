@@ -204,6 +204,32 @@ async def test_concurrency_counts_what_waits() -> None:
     admission.leave(await admission.enter(Entry(key)))
 
 
+async def test_requests_that_belong_together_may_enter_all_or_none() -> None:
+    clock = ManualClock()
+    admission = Admission(max_inflight=9, max_queued=0, queue_timeout_s=30, clock=clock)
+    few, slow = _key("few", max_concurrent=3), _key("slow", requests_per_minute=6)
+    for key, count, named in ((few, 4, "max_concurrent"), (slow, 7, "requests_per_minute"), (_key("any"), 10, "9")):
+        with pytest.raises(errors.InvalidRequestError) as never:
+            admission.check_together(key, count, "n")
+        assert never.value.violations[0].field == "n"
+        assert f"{count} requests" in never.value.message
+        assert named in never.value.message
+    admission.check_together(few, 3, "n")
+    running = await admission.enter(Entry(few))
+    with pytest.raises(errors.ResourceExhaustedError) as later:
+        admission.check_together(few, 3, "n")
+    assert (later.value.metadata["cause"], later.value.retry_after_s) == ("too_many_concurrent", 1)
+    admission.leave(running)
+    # Who waits as long as it is told gets through: a refusal uses nothing up.
+    admission.leave(await admission.enter(Entry(slow)))
+    for _ in range(2):
+        with pytest.raises(errors.ResourceExhaustedError) as later:
+            admission.check_together(slow, 6, "n")
+        assert later.value.retry_after_s == 10
+    clock.advance(10)
+    admission.check_together(slow, 6, "n")
+
+
 async def test_what_is_not_served_does_not_count() -> None:
     clock = ManualClock()
     admission, key = Admission(1, 0, 30, clock=clock), _key("alice", requests_per_minute=2)
