@@ -56,17 +56,20 @@ class GatewayConfig(ProcessConfig, SecurityConfig):
         False, help="/health and /ready say 503 until every stage has had as many replicas as planned"
     )
     retry_limit: int = option(
-        2, help="how often a request that failed before any output is begun again elsewhere", check=not_negative
+        2,
+        help="how often a request is begun again elsewhere because the same stage of it failed before any output",
+        check=not_negative,
     )
     replay_limit: int = option(
         2,
-        help="how often the stages of a request that were lost after output are begun again, so that it goes on;"
+        help="how often each stage of a request that is lost after output is begun again, so that the request goes on;"
         " 0: it fails",
         check=not_negative,
     )
     hung_after_s: float = option(
         3.0,
-        help="a replica with calls that is silent for so long is taken for lost, seconds; 0: never",
+        help="a replica with calls that is silent for so long is taken for lost, seconds (ten times as long while no"
+        " other of its stage is well); above the longest step of an engine; 0: never",
         check=not_negative,
     )
     max_held: int = option(4096, help="requests that may wait at each stage for a routable replica", check=not_negative)

@@ -14,7 +14,9 @@ listener hears of it. A session that breaks has all its calls aborted by the wor
 While calls are open, the worker sends a frame at least every ``BEAT_S``, if its engine can make progress. So silence
 means a replica that hangs, whatever of it does: after ``SUSPECT_AFTER_S`` the listener hears of it, after
 ``hung_after_s`` the stream is given up like a broken one. A new one is begun at once, and is there when the replica
-wakes up. Time in which this process itself did not run is not held against the replica.
+wakes up. One whose calls nobody else could do has ``ALONE_TIMES`` as long: it may only be slow, as an engine is in a
+long step on a busy machine, and giving it up would help nobody. Time in which this process itself did not run is not
+held against the replica.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ BEAT_S = 0.5
 """What replicas are asked for."""
 SUSPECT_AFTER_S = 1.5
 """Three beats: others are preferred."""
+ALONE_TIMES = 10.0
+"""How much longer silence may last where nobody else could do the work."""
 ABORT_ACK_S = 2.0
 """A worker answers an abort within a step of its engine; after this long it is told again, in another way."""
 _TICK_S = 0.25
@@ -108,6 +112,11 @@ class ReplicaSession:
     def unanswered_aborts(self) -> int:
         """Aborted calls whose end has not come back."""
         return sum(isinstance(sink, AbortedCall) for sink in self._sinks.values())
+
+    @property
+    def silent_s(self) -> float:
+        """How long it has owed a sign of life."""
+        return self._silence.silent_s
 
     # -- calls --
 
@@ -201,13 +210,16 @@ class ReplicaSession:
         silence.tick(elapsed_s, self.frames_received, owed=bool(self._sinks))
         if silence.suspicious != was_suspicious:
             self._listener.on_silence(self.record, silence.suspicious)
-        if silence.too_long and self._stream is not None and not self._hung:
+        if silence.too_long and self._stream is not None and not self._hung and self._worth_giving_up():
             self._hung = True
             _log.warning("replica hangs", **self._who(), silent_s=round(silence.silent_s, 2), calls=self.open_calls)
             self._listener.on_hung(self.record)
             self._stream.cancel()
         if self._sinks:
             self._watch()
+
+    def _worth_giving_up(self) -> bool:
+        return self.silent_s >= ALONE_TIMES * self._hung_after_s or self._listener.replaceable(self.record)
 
     def _give_up_aborts(self) -> None:
         overdue: dict[int, AbortedCall] = {}
@@ -289,7 +301,8 @@ class ReplicaSession:
                     if channel is not None:
                         await self._close(channel)
                 if self._hung:
-                    reason = f"it hangs: no sign of life for {self._hung_after_s or self._connect_timeout_s:g} s"
+                    silent_s = max(round(self.silent_s), self._hung_after_s or self._connect_timeout_s)
+                    reason = f"it hangs: no sign of life for {silent_s:g} s"
                 self._broke(reason)
                 self._hung = False
                 if self._retiring:

@@ -287,6 +287,13 @@ class Router:
         if (view := self._view_of(record)) is not None:
             self.table.mark_silent(view.key, view.epoch, silent)
 
+    def replaceable(self, record: types_pb2.Replica) -> bool:
+        """Somebody better is there; or the claim is lost already, and is not waited for."""
+        if (view := self._view_of(record)) is None:
+            return True
+        pool = self.pools.get(view.key[:2])
+        return pool is None or pool.healthy > 0
+
     def on_hung(self, record: types_pb2.Replica) -> None:
         """Count it; that its session is down takes it out of routing."""
         stage = (record.ref.stage.pipeline, record.ref.stage.stage_id)

@@ -39,6 +39,10 @@ class SessionListener(Protocol):
         """It has said nothing for a while though calls are open; or it speaks again."""
         ...
 
+    def replaceable(self, record: types_pb2.Replica) -> bool:
+        """Asked of one that has been silent for too long: whether its calls could be done elsewhere."""
+        ...
+
     def on_hung(self, record: types_pb2.Replica) -> None:
         """It was silent for so long that its calls are failed; ``on_session`` follows."""
         ...

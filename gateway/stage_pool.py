@@ -182,6 +182,11 @@ class StagePool:
         return len(self._healthy) + len(self._suspect)
 
     @property
+    def healthy(self) -> int:
+        """Those of them that are not suspect."""
+        return len(self._healthy)
+
+    @property
     def waiting(self) -> int:
         """Picks that wait for a replica."""
         return len(self._waiters)

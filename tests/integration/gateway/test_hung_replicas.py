@@ -76,6 +76,23 @@ async def test_a_quiet_replica_that_beats_is_not_taken_for_hung() -> None:
         assert stand.gateway.router.replicas_hung == {}
 
 
+async def test_the_only_replica_is_waited_for_longer_as_nobody_else_could_do_its_work() -> None:
+    async with running_stand(text_pipeline(), hung_after_s=0.5) as stand:
+        go = asyncio.Event()
+        worker = await stand.cluster.add("text", 0, held(go))
+        await stand.ready("text")
+        asking = asyncio.create_task(stand.chat("text"))
+        await wait_until(lambda: bool(worker.running), what="call")
+        worker.freeze()
+        session = next(iter(stand.gateway.router.sessions.values()))
+        await wait_until(lambda: session.silent_s >= 1.0, what="silence of twice the limit")
+        go.set()
+        worker.wake()
+        assert (await asking)[0] == 200
+        assert session.breaks == 0
+        assert stand.gateway.router.replicas_hung == {}
+
+
 async def test_a_replica_that_never_welcomes_costs_no_request() -> None:
     async with running_stand(text_pipeline(), hung_after_s=1.0) as stand:
         good = await stand.cluster.add("text", 0, tokens(2))

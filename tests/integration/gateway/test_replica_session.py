@@ -37,6 +37,9 @@ class Listener:
     def on_silence(self, record: types_pb2.Replica, silent: bool) -> None:
         raise AssertionError("nobody is silent here")
 
+    def replaceable(self, record: types_pb2.Replica) -> bool:
+        raise AssertionError("nobody hangs here")
+
     def on_hung(self, record: types_pb2.Replica) -> None:
         raise AssertionError("nobody hangs here")
 
