@@ -8,6 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
+# What runs side by side shares the cores. Threads that wait for each other in small steps, as those of a CPU engine do,
+# are slower than one alone when there are more of them than cores.
+side_by_side = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+if side_by_side > 1:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // side_by_side)))
+
 
 @pytest.fixture(scope="session")
 def require_packages() -> Callable[..., None]:

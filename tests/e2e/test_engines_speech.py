@@ -135,7 +135,7 @@ async def test_nothing_to_say_is_a_finish_without_audio(acoustic: Engine, vocode
 
 
 @pytest.mark.parametrize(
-    "text", ["word " * 2000, "a" * 5000, "你好，世界。", "\x00\ud7ff", "1234567890" * 50, "[x](/ˈ/)" * 50]
+    "text", ["word " * 500, "a" * 5000, "你好，世界。", "\x00\ud7ff", "1234567890" * 20, "[x](/ˈ/)" * 50]
 )
 async def test_odd_text_does_not_break_the_engine(acoustic: Engine, vocoder: Engine, text: str) -> None:
     _, outputs = await speak(acoustic, vocoder, request(text=text))
