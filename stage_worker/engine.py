@@ -123,6 +123,8 @@ class EngineOutput:
     token_ids: Sequence[int] = ()
     logprobs: Sequence[TokenLogprob] = ()
     """One for each of ``token_ids``, if ``sampling.logprobs`` is set."""
+    prompt_tokens: int = 0
+    """Tokens of the request's own prompt, with its first tokens, where the engine counts them."""
     media: bytes = b""
     media_info: MediaInfo | None = None
     """With the first media bytes of a request."""

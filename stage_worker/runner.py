@@ -308,6 +308,8 @@ def _fill(event: stage_service_pb2.StageEvent, output: EngineOutput, media: byte
         event.text = output.text
     if output.token_ids:
         event.token_ids.extend(output.token_ids)
+    if output.prompt_tokens:
+        event.prompt_tokens = output.prompt_tokens
     for taken, top in output.logprobs:
         entry = event.logprobs.add()
         _fill_chance(entry.token, taken)

@@ -15,6 +15,7 @@ from gateway.http.choices import begin_choices, seeded, stream_choices
 from gateway.http.exchange import JSON_HEADERS, Exchange
 from gateway.http.logprobs import chat_logprobs, of_events
 from gateway.http.pictures import PictureCollector, pictures
+from gateway.http.running_usage import RunningUsage
 from gateway.http.service import HttpService
 from gateway.http.sse import stream_events
 from gateway.request import RequestState, Usage
@@ -103,7 +104,8 @@ class ChatChunks:
         self._audio_id = "audio_" + request_id.removeprefix("chatcmpl-")
         self._with_audio = "audio" in chat.modalities
         self._pictures = PictureCollector() if "image" in chat.modalities else None
-        self._only_text = chat.modalities == ("text",) and not chat.logprobs
+        self._running = RunningUsage() if chat.continuous_usage else None
+        self._only_text = chat.modalities == ("text",) and not chat.logprobs and self._running is None
         self._include_usage = chat.include_usage
         model = orjson.dumps(chat.graph.name)
         usage = b',"usage":null' if chat.include_usage else b""
@@ -113,17 +115,22 @@ class ChatChunks:
             model,
         )
         self._delta = self._head + b'[{"index":%d,"delta":{' % index
-        self._end = b',"finish_reason":null}]' + usage + b"}\n\n"
-        self._tail = b'},"logprobs":null' + self._end
-        self._role = self._delta + b'"role":"assistant","content":"","refusal":null' + self._tail
+        self._set_usage(self._running.begin() if self._running is not None else usage)
         self._text = self._delta + b'"content":'
         self._transcript = b',"audio":{"id":"%b","transcript":' % self._audio_id.encode()
         self._media = self._delta + b'"audio":{"id":"%b","data":"' % self._audio_id.encode()
-        self._finish = self._delta + b'},"logprobs":null,"finish_reason":"%b"}]' + usage + b"}\n\n"
+
+    def _set_usage(self, usage: bytes) -> None:
+        """What the chunks that follow say of it."""
+        self._usage = usage
+        self._end = b',"finish_reason":null}]' + usage + b"}\n\n"
+        self._tail = b'},"logprobs":null' + self._end
 
     def begin(self) -> bytes:
         """The role."""
-        return self._role
+        usage = self._running.begin() if self._running is not None else self._usage
+        tail = b'},"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
+        return self._delta + b'"role":"assistant","content":"","refusal":null' + tail
 
     def chunks(self, events: Sequence[stage_service_pb2.StageEvent]) -> bytes:
         """One chunk per engine step."""
@@ -134,6 +141,9 @@ class ChatChunks:
                     parts += (self._text, orjson.dumps(text), self._tail)
             return b"".join(parts)
         for event in events:
+            if self._running is not None:
+                self._running.count(event)
+                self._set_usage(self._running.field())
             if event.text or event.logprobs:
                 self._add_text(parts, event)
             if event.media and self._pictures is None:
@@ -165,7 +175,8 @@ class ChatChunks:
         if self._with_audio:
             expires = int(time.time()) + _AUDIO_KEPT_S
             data = self._media + b'","expires_at":%d}' % expires + self._tail
-        return data + self._finish % finish_reason(state).encode()
+        end = b'},"logprobs":null,"finish_reason":"%b"}]' % finish_reason(state).encode()
+        return data + self._delta + end + self._usage + b"}\n\n"
 
     def usage(self, usage: Usage) -> bytes:
         """The usage, if it was asked for."""

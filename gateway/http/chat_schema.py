@@ -101,6 +101,8 @@ class ChatRequest:
     logprobs: bool
     remote: list[RemoteMedia]
     """Media to fetch before the prompt is complete."""
+    continuous_usage: bool = False
+    """Every chunk of the stream tells the usage so far."""
 
 
 def parse_chat(
@@ -121,7 +123,7 @@ def parse_chat(
     modalities = validation.check_modalities(graph, "chat", fields.strings("modalities"))
     if modalities != ("text",):
         _check_returnable(modalities)
-    stream, include_usage = read_stream(fields)
+    stream, include_usage, continuous_usage = read_stream(fields)
     audio_format, speech = _audio(fields, modalities, stream)
     prompt = prompt_pb2.Prompt()
     messages = Messages(prompt, media_domains)
@@ -142,7 +144,7 @@ def parse_chat(
     fields.finish(_KNOWN)
     return ChatRequest(
         graph, modalities, prompt, sampling, speech, audio_format, stream, include_usage, session_id, n, timeout_s,
-        priority, logprobs, messages.remote,
+        priority, logprobs, messages.remote, continuous_usage,
     )  # fmt: skip
 
 
@@ -334,17 +336,18 @@ def _set_integer(sampling: sampling_pb2.SamplingParams, name: str, value: int, p
         raise errors.InvalidRequestError.field(path, f"out of range: {value}") from None
 
 
-def read_stream(fields: Fields) -> tuple[bool, bool]:
-    """Whether to stream, and whether the stream ends with usage."""
+def read_stream(fields: Fields) -> tuple[bool, bool, bool]:
+    """Whether to stream, whether the stream ends with usage, and whether all its chunks tell it, too."""
     stream = fields.boolean("stream")
     options = fields.object("stream_options")
     if options is None:
-        return stream, False
+        return stream, False, False
     if not stream:
         raise errors.InvalidRequestError.field("stream_options", "only with stream: true")
     include_usage = options.boolean("include_usage")
-    options.finish({"include_usage", "include_obfuscation"})
-    return stream, include_usage
+    continuous_usage = options.boolean("continuous_usage_stats") and include_usage  # alone nothing, as in vLLM
+    options.finish({"include_usage", "include_obfuscation", "continuous_usage_stats"})
+    return stream, include_usage, continuous_usage
 
 
 def _audio(fields: Fields, modalities: tuple[str, ...], stream: bool) -> tuple[str, prompt_pb2.SpeechOptions]:

@@ -49,6 +49,8 @@ class CompletionRequest:
     """Answers begin with their prompt, which is a text."""
     timeout_s: float
     priority: int | None
+    continuous_usage: bool = False
+    """Every chunk of the stream tells the usage so far."""
 
     @property
     def logprobs(self) -> bool:
@@ -75,7 +77,7 @@ def parse_completion(
     n = read_choices(fields)
     if len(prompts) * n > MAX_CHOICES:
         raise errors.InvalidRequestError.field("prompt", f"at most {MAX_CHOICES} answers in all, prompts times n")
-    stream, include_usage = read_stream(fields)
+    stream, include_usage, continuous_usage = read_stream(fields)
     sampling = read_sampling(fields)
     read_response_format(fields, sampling)
     if (top := fields.integer("logprobs")) is not None:
@@ -94,7 +96,9 @@ def parse_completion(
     timeout_s, priority = read_timeout(fields), fields.integer("priority")
     fields.refuse(_REFUSED, NOT_OFFERED)
     fields.finish(_KNOWN)
-    return CompletionRequest(graph, prompts, sampling, stream, include_usage, session_id, n, echo, timeout_s, priority)
+    return CompletionRequest(
+        graph, prompts, sampling, stream, include_usage, session_id, n, echo, timeout_s, priority, continuous_usage
+    )
 
 
 def _prompts(value: object) -> list[prompt_pb2.Prompt]:

@@ -13,6 +13,7 @@ from gateway.http.choices import begin_choices, seeded, stream_choices
 from gateway.http.completion_schema import CompletionRequest, parse_completion
 from gateway.http.exchange import Exchange
 from gateway.http.logprobs import completion_logprobs, of_events
+from gateway.http.running_usage import RunningUsage
 from gateway.http.service import HttpService
 from gateway.http.sse import stream_events
 from gateway.request import RequestState, Usage
@@ -92,18 +93,29 @@ class CompletionChunks:
             orjson.dumps(asked.graph.name),
         )
         self._text = self._head + b'[{"index":%d,"text":' % index
+        self._running = RunningUsage() if asked.continuous_usage else None
+        self._set_usage(self._running.begin() if self._running is not None else usage)
+
+    def _set_usage(self, usage: bytes) -> None:
+        """What the chunks that follow say of it."""
+        self._usage = usage
         self._end = b',"finish_reason":null}]' + usage + b"}\n\n"
         self._tail = b',"logprobs":null' + self._end
-        self._finish = self._text + b'"","logprobs":null,"finish_reason":"%b"}]' + usage + b"}\n\n"
 
     def begin(self) -> bytes:
         """The prompt, if it shall be repeated."""
-        return self._text + orjson.dumps(self._echo) + self._tail if self._echo else b""
+        if not self._echo:
+            return b""
+        usage = self._running.begin() if self._running is not None else self._usage
+        return self._text + orjson.dumps(self._echo) + b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
 
     def chunks(self, events: Sequence[stage_service_pb2.StageEvent]) -> bytes:
         """One chunk per engine step."""
         parts: list[bytes] = []
         for event in events:
+            if self._running is not None:
+                self._running.count(event)
+                self._set_usage(self._running.field())
             if event.logprobs and self._logprobs:
                 logprobs = completion_logprobs(event.logprobs, self._offset)
                 parts += (self._text, orjson.dumps(event.text), b',"logprobs":', orjson.dumps(logprobs), self._end)
@@ -118,7 +130,8 @@ class CompletionChunks:
 
     def finish(self, state: RequestState) -> bytes:
         """The finish reason."""
-        return self._finish % finish_reason(state).encode()
+        end = b'"","logprobs":null,"finish_reason":"%b"}]' % finish_reason(state).encode()
+        return self._text + end + self._usage + b"}\n\n"
 
     def usage(self, usage: Usage) -> bytes:
         """The usage, if it was asked for."""

@@ -142,7 +142,7 @@ class SimEngine:
         limit = self._options.max_model_len
         if limit and (length := len(source.split())) > limit:
             raise prompt_too_long(length, limit)
-        tokens = _Answer(source, self._options, request.sampling)
+        tokens = _Answer(source, self._options, request.sampling, tells_prompt=request.prompt is not None)
         if request.resume is not None:
             rest = tokens.resume(request.resume)
             if rest.text or rest.finish is not None:
@@ -295,7 +295,9 @@ def _picture_seed(sampling: sampling_pb2.SamplingParams) -> int:
 class _Answer:
     """The tokens of one text answer, with its end."""
 
-    def __init__(self, source: str, options: SimOptions, sampling: sampling_pb2.SamplingParams) -> None:
+    def __init__(
+        self, source: str, options: SimOptions, sampling: sampling_pb2.SamplingParams, *, tells_prompt: bool = False
+    ) -> None:
         if sampling.HasField("max_tokens") and sampling.max_tokens < 1:
             raise InvalidRequestError.field("sampling.max_tokens", "must be at least 1")
         most = sampling.max_tokens if sampling.HasField("max_tokens") else options.tokens
@@ -304,6 +306,7 @@ class _Answer:
         self._left = max(1, count)
         self._made = 0
         self._prompt_tokens = len(source.split())
+        self._tells_prompt = tells_prompt
         self._stop_ids = frozenset(sampling.stop_token_ids)
         self._top = sampling.logprobs if sampling.HasField("logprobs") else -1
         self._tokens = content.answer_tokens(source, options.seed + sampling.seed)
@@ -326,7 +329,10 @@ class _Answer:
         if token_id < 0:
             return EngineOutput(text=text, finish=finish)
         logprobs = (content.chances(token_id, text, self._top),) if self._top >= 0 else ()
-        return EngineOutput(text=text, token_ids=(token_id,), logprobs=logprobs, finish=finish)
+        prompt_tokens = self._prompt_tokens if self._tells_prompt and self._made == 1 else 0
+        return EngineOutput(
+            text=text, token_ids=(token_id,), logprobs=logprobs, prompt_tokens=prompt_tokens, finish=finish
+        )
 
     def resume(self, resume: Resume) -> EngineOutput:
         """Make again, in silence, what was made: what is left of it, and its end if that was all."""

@@ -151,7 +151,11 @@ class VllmEngine:
                 if output.finished:
                     finish = Finish(step.finish_reason or "stop", len(ids), count)
                 logprobs = vllm_args.token_logprobs(step.token_ids, step.logprobs, params.logprobs)
-                yield EngineOutput(text=step.text, token_ids=tuple(step.token_ids), logprobs=logprobs, finish=finish)
+                first = request.prompt is not None and 0 < count == len(step.token_ids)
+                yield EngineOutput(
+                    text=step.text, token_ids=tuple(step.token_ids), logprobs=logprobs,
+                    prompt_tokens=len(ids) if first else 0, finish=finish,
+                )  # fmt: skip
 
     def _resumed(
         self, runner: Runner, request: EngineRequest, ids: list[int], arguments: dict[str, Any]

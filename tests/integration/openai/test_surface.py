@@ -95,6 +95,50 @@ async def test_several_choices_and_their_probabilities() -> None:
         await stand.settled()
 
 
+async def test_usage_in_every_chunk() -> None:
+    """``continuous_usage_stats``, as vLLM has it; load generators such as guidellm always ask for it."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with running_models(text_model(), voice_model()) as stand:
+        for path, asked in (
+            ("/v1/chat/completions", {"messages": USER}),
+            ("/v1/chat/completions", {"messages": USER, "logprobs": True, "n": 2}),
+            ("/v1/completions", {"prompt": "three more words", "echo": True}),
+            ("/v1/completions", {"prompt": ["three more words"] * 2, "logprobs": 0}),
+        ):
+            chunks = await streamed(stand, path, {"model": "words", **asked, "stream_options": options})
+            prompt = 3 if "prompt" in asked else 2
+            *running, last = chunks
+            for index in {choice["index"] for chunk in running for choice in chunk["choices"]}:
+                usages = [chunk["usage"] for chunk in running if chunk["choices"][0]["index"] == index]
+                made = [usage["completion_tokens"] for usage in usages]
+                # The role or the echo, if there is one; a chunk for each of 12 tokens; the finish reason.
+                assert made[-13:] == [*range(1, 13), 12]
+                assert made[:-13] in ([], [0])
+                assert all(
+                    usage == {"prompt_tokens": prompt, "completion_tokens": n, "total_tokens": prompt + n}
+                    for usage, n in zip(usages, made, strict=True)
+                )
+            assert last["choices"] == []
+            assert last["usage"]["completion_tokens"] == 12 * (1 + max(c["choices"][0]["index"] for c in running))
+
+        spoken = {"model": "voice", "messages": USER, "modalities": ["text", "audio"], "stream_options": options}
+        *running, last = await streamed(stand, "/v1/chat/completions", spoken)
+        made = [chunk["usage"]["completion_tokens"] for chunk in running]
+        assert made == sorted(made)
+        assert (made[0], made[-1]) == (0, 12)
+        assert last["usage"]["completion_tokens"] > 12, "other stages' as well"
+
+        for given, expected in (({"include_usage": True}, None), ({"continuous_usage_stats": True}, "none")):
+            chunks = await streamed(
+                stand, "/v1/chat/completions", {"model": "words", "messages": USER, "stream_options": given}
+            )
+            assert {chunk.get("usage", "none") for chunk in chunks if chunk["choices"]} == {expected}
+        wrong = {"model": "words", "messages": USER, "stream": True, "stream_options": {"continuous_usage_stats": 1}}
+        status, answer = await stand.post("/v1/chat/completions", wrong)
+        assert (status, answer["error"]["param"]) == (400, "stream_options.continuous_usage_stats")
+        await stand.settled()
+
+
 async def test_completions_of_several_prompts() -> None:
     async with running_models(text_model(max_model_len=50)) as stand:
         body = {"model": "words", "prompt": ["one", "two words"], "n": 2, "echo": True, "seed": 1}

@@ -440,12 +440,15 @@ class StageEvent(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     """From StageCall."""
     text: _builtins.str
     """Text added by this step."""
     media: _builtins.bytes
     """Media bytes added by this step, in the format that `media_info` told."""
+    prompt_tokens: _builtins.int
+    """Tokens of the call's prompt, with the first tokens of the call; 0: it has no prompt, or the engine does not count."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens added by this step."""
@@ -482,10 +485,11 @@ class StageEvent(_message.Message):
         finish: _output_pb2.CallFinish | None = ...,
         error: _status_pb2.Status | None = ...,
         logprobs: _abc.Iterable[_output_pb2.TokenLogprob] | None = ...,
+        prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish", b"finish", "media_info", b"media_info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "error", b"error", "finish", b"finish", "logprobs", b"logprobs", "media", b"media", "media_info", b"media_info", "outputs", b"outputs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "error", b"error", "finish", b"finish", "logprobs", b"logprobs", "media", b"media", "media_info", b"media_info", "outputs", b"outputs", "prompt_tokens", b"prompt_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
