@@ -8,8 +8,9 @@ Flowing edges (``async_chunk``): all stages are dispatched at once, so that chun
 edges: a stage is dispatched with its producers' handles when they have finished.
 
 A call that fails in a way that another replica may mend begins a new attempt of the stages that ``replay`` names; the
-others go on. Before the client's output has begun that is a retry, afterwards a replay; each has its own limit. While
-nothing has left this process, everything may also begin again.
+others go on. Before the client's output has begun that is a retry, afterwards a replay; each has its own limit, which
+holds for every stage by itself: losses of different stages have nothing to do with each other. While nothing has left
+this process, everything may also begin again.
 
 Edges with ``max_inflight``: before a stage is dispatched, the request takes its turn at each limited edge into it, in
 order of the edges' ends, and keeps them until that stage has ended. All that a dispatch needs is taken before anything
@@ -88,7 +89,7 @@ class Execution:
         self._on_change = on_change
         self._runs = False
         self._changed: asyncio.Future[None] | None = None
-        self._retries = 0
+        self._retried_stages: list[int] = []
         self._free_left = 2 * len(self.works)
         self._replayed_stages: list[int] = []
         self._backoff: Backoff | None = None
@@ -166,7 +167,7 @@ class Execution:
         if error.reason in failures.LEAVING and failures.blamed_stage(error) in (None, run.work.stage_id):
             self._router.on_draining(run.session.record)
         mendable = failures.may_be_mended(error) or self._has_lost_its_peer(error)
-        if mendable and self._may_begin_again():
+        if mendable and self._may_begin_again(run.work.stage_id):
             self._failures.append(_Failure(run, error))
             self._wake()
         else:
@@ -221,12 +222,18 @@ class Execution:
 
     # -- beginning again --
 
-    def _may_begin_again(self) -> bool:
-        """Some limit is not reached yet."""
-        limits, state = self._parts.limits, self.state
-        if state.first_output_s is not None and len(self._replayed_stages) < limits.replays:
+    def _may_begin_again(self, stage_id: int) -> bool:
+        """Some limit is not reached yet by a stage that failed."""
+        state = self.state
+        if state.first_output_s is not None and self._may_replay(stage_id):
             return True
-        return not state.delivered and self._retries < limits.retries
+        return not state.delivered and self._may_retry(stage_id)
+
+    def _may_replay(self, stage_id: int) -> bool:
+        return self._replayed_stages.count(stage_id) < self._parts.limits.replays
+
+    def _may_retry(self, stage_id: int) -> bool:
+        return self._retried_stages.count(stage_id) < self._parts.limits.retries
 
     async def _recover(self) -> None:
         """Begin again what has failed. Raises the first failure if that cannot be."""
@@ -235,11 +242,12 @@ class Execution:
             return
         failed, self._failures = self._failures, []
         state, first = self.state, failed[0]
+        stage_id = first.run.work.stage_id  # what it costs, it costs this one
         culprits = self._take_in(failed)
         begun = state.first_output_s is not None
         facts = [work.facts() for work in self.works.values()]
         moves: dict[int, Move] = plan_restart(facts)
-        replays = begun and len(self._replayed_stages) < self._parts.limits.replays
+        replays = begun and self._may_replay(stage_id)
         if begun and not state.delivered and (not replays or spoils_output(facts, moves)):
             replays = False
             moves = {}  # all of it, from nothing
@@ -249,7 +257,7 @@ class Execution:
         if free:
             self._free_left -= 1
         else:
-            if not replays and self._retries >= self._parts.limits.retries:
+            if not replays and not self._may_retry(stage_id):
                 raise self._refused(first)
             if any(self._needs_budget(failure) for failure in failed) and not self._parts.budget.take():
                 raise self._refused(first)
@@ -359,7 +367,7 @@ class Execution:
                 state.replays += 1
                 self._replayed_stages.append(stage_id)
             else:
-                self._retries += 1
+                self._retried_stages.append(stage_id)
                 self._parts.counts.retried(pipeline)
         how = ", ".join(f"{work.stage_id}: {work.move.value if work.move else 'anew'}" for work in again)
         state.note("replayed" if replays else "retried", first.run.ref, f"{error.message} ({how})")

@@ -13,7 +13,7 @@ from omnicore.turns import Turns
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """How often one request may begin again."""
+    """How often one request may begin again because of the same stage."""
 
     retries: int = 2
     """Before its output has begun, or all over while none of it has left this process."""

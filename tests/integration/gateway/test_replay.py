@@ -346,6 +346,33 @@ async def test_replays_are_bounded() -> None:
         await stand.settled()
 
 
+async def test_each_stage_has_its_own_limit() -> None:
+    """Every stage is lost once, each after another's loss was mended: more losses than the limit, none too many."""
+
+    def lost_in_turn(stage_id: int, then: Script) -> Script:
+        async def script(call: Call) -> None:
+            if call.request.attempt < stage_id:
+                await waits(call)
+            if call.request.attempt > stage_id:
+                await then(call)
+                return
+            if stage_id == 0:
+                call.send(stage_service_pb2.StageEvent(text="x", token_ids=[1]))
+            await delivered(stand)
+            call.fail(errors.UnavailableError("gone", reason="REPLICA_LOST"))
+
+        return script
+
+    async with running_stand(speech_pipeline(), replay_limit=1, retry_limit=0) as stand:
+        for stage_id, then in enumerate((silent, silent, plays(Gate(-1)))):
+            await stand.cluster.add("speech", stage_id, lost_in_turn(stage_id, then))
+        await stand.ready("speech")
+        answer = await over_http(stand, "speech", True, ["text", "audio"])
+        assert (answer["text"], answer["audio"]) == ("x", AUDIO)
+        assert stand.gateway.orchestrator.counts.replays == {("speech", n, "done"): 1 for n in range(3)}
+        await stand.settled()
+
+
 async def test_stages_without_flow_are_made_again_from_kept_handles() -> None:
     def produces(text: str) -> Script:
         async def script(call: Call) -> None:
