@@ -246,12 +246,13 @@ def _check_spec(handle: transfer_pb2.TransferHandle, spec: transfer_pb2.TensorSp
     itemsize = 1 if is_text else DTYPES[spec.dtype].itemsize
     if len(spec.shape) > _MAX_DIMENSIONS:
         raise _bad(handle, f"tensor {spec.name!r}: {len(spec.shape)} dimensions, at most {_MAX_DIMENSIONS}")
+    shape = spec.shape[:]  # a list: protobuf's own sequence is slow to iterate over
     # numpy multiplies the non-zero dimensions even of an empty array, and must not overflow.
-    if math.prod(size for size in spec.shape if size) * itemsize > _MAX_BYTES:
-        raise _bad(handle, f"tensor {spec.name!r}: shape {list(spec.shape)} is beyond any memory")
-    size = math.prod(spec.shape) * itemsize
+    if math.prod(filter(None, shape)) * itemsize > _MAX_BYTES:
+        raise _bad(handle, f"tensor {spec.name!r}: shape {shape} is beyond any memory")
+    size = math.prod(shape) * itemsize
     if spec.size_bytes != size:
-        raise _bad(handle, f"tensor {spec.name!r}: size_bytes is {spec.size_bytes}, {list(spec.shape)} takes {size}")
+        raise _bad(handle, f"tensor {spec.name!r}: size_bytes is {spec.size_bytes}, {shape} takes {size}")
     if spec.offset_bytes != aligned(end):
         raise _bad(handle, f"tensor {spec.name!r}: offset_bytes is {spec.offset_bytes}, must be {aligned(end)}")
     return spec.offset_bytes + size
@@ -274,7 +275,7 @@ def decode(handle: transfer_pb2.TransferHandle, data: memoryview) -> Payload:
             raise _bad(handle, f"has text that is not UTF-8: {error}") from None
     readonly = data.toreadonly()
     tensors = {
-        spec.name: np.ndarray(tuple(spec.shape), DTYPES[spec.dtype], buffer=readonly, offset=spec.offset_bytes)
+        spec.name: np.ndarray(spec.shape[:], DTYPES[spec.dtype], buffer=readonly, offset=spec.offset_bytes)
         for spec in handle.tensors
     }
     return Payload(tensors=tensors, metadata=known)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 
 from connectors.base import Allocating, ByteFetcher, Connector, ConnectorUsage
 from connectors.handles import DEFAULT_TTL_S, HandleStore
@@ -105,24 +106,28 @@ class ConnectorSet:
             )
         return kind
 
-    @contextlib.asynccontextmanager
-    async def get(self, handle: transfer_pb2.TransferHandle) -> AsyncIterator[Payload]:
+    def get(self, handle: transfer_pb2.TransferHandle) -> contextlib.AbstractAsyncContextManager[Payload]:
         """Read a payload by the handle's backend; by Fetch where its memory cannot be mapped from here. Raises as
         ``Connector.get``, and ``UnimplementedError`` for a backend that this worker cannot read."""
-        backend = handle.WhichOneof("backend")
-        if backend == "inline":
-            yield read_inline(handle)
-            return
+        return _Getting(self, handle)
+
+    async def enter(
+        self, handle: transfer_pb2.TransferHandle
+    ) -> tuple[Payload, contextlib.AbstractAsyncContextManager[Payload] | None]:
+        """For ``get``: the payload, and the context to leave, if there is one."""
+        if handle.HasField("inline"):
+            return read_inline(handle), None
         kind = self._reader(handle)
-        async with contextlib.AsyncExitStack() as stack:
-            try:
-                payload = await stack.enter_async_context(self._connectors[kind].get(handle))
-            except (errors.FailedPreconditionError, errors.UnavailableError) as error:
-                if kind == "grpc" or error.reason not in _FETCH_INSTEAD:
-                    raise
-                self._say_fetching(handle, error)
-                payload = await stack.enter_async_context(self._connectors["grpc"].get(handle))
-            yield payload
+        context = self._connectors[kind].get(handle)
+        try:
+            payload = await context.__aenter__()
+        except (errors.FailedPreconditionError, errors.UnavailableError) as error:
+            if kind == "grpc" or error.reason not in _FETCH_INSTEAD:
+                raise
+            self._say_fetching(handle, error)
+            context = self._connectors["grpc"].get(handle)
+            payload = await context.__aenter__()
+        return payload, context
 
     async def get_into(self, handle: transfer_pb2.TransferHandle, into: Into) -> None:
         """Read a payload into memory of the caller; see ``Connector.get_into``. Raises also as ``get``."""
@@ -185,6 +190,25 @@ class ConnectorSet:
         if handle.owner_endpoint not in self._fetching_from:
             self._fetching_from.add(handle.owner_endpoint)
             _log.info("reading a peer over gRPC", peer=handle.owner_endpoint, reason=error.reason, detail=error.message)
+
+
+class _Getting:
+    """``ConnectorSet.get``: a class, since it is on the way of every chunk."""
+
+    __slots__ = ("_connectors", "_context", "_handle")
+
+    def __init__(self, connectors: ConnectorSet, handle: transfer_pb2.TransferHandle) -> None:
+        self._connectors = connectors
+        self._handle = handle
+
+    async def __aenter__(self) -> Payload:
+        payload, self._context = await self._connectors.enter(self._handle)
+        return payload
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> bool | None:
+        return None if self._context is None else await self._context.__aexit__(kind, error, trace)
 
 
 def _reader_of(handle: transfer_pb2.TransferHandle) -> str:

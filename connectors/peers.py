@@ -129,7 +129,7 @@ class PeerPools:
         self._pools: collections.OrderedDict[_PoolId, PeerPool] = collections.OrderedDict()  # least recently used first
         self._closed = False
 
-    def open(self, handle: transfer_pb2.TransferHandle) -> contextlib.AbstractContextManager[Reading]:
+    def open(self, handle: transfer_pb2.TransferHandle) -> Opened:
         """The bytes of ``handle`` (shm), valid on entering; the mapping stays inside the context. Raises
 
         * ``FailedPreconditionError`` OTHER_HOST or NOT_MAPPABLE: the data may well exist, but not for us to map;
@@ -139,9 +139,9 @@ class PeerPools:
         """
         return self.open_place(Place(handle.shm, handle.size_bytes, fingerprint(handle), handle.key))
 
-    def open_place(self, place: Place) -> contextlib.AbstractContextManager[Reading]:
+    def open_place(self, place: Place) -> Opened:
         """As ``open``, for anything that has a header in a pool."""
-        return _Opened(self, place)
+        return Opened(self, place)
 
     def start(self, place: Place) -> PeerPool:
         """For ``open_place``: the pool of ``place``, in use until ``end``."""
@@ -223,7 +223,7 @@ class PeerPools:
             _log.info("peer unmapped", pid=pool.pid, pool_bytes=pool.size_bytes, reason="closed or least recently used")
 
 
-class _Opened:
+class Opened:
     """A context in which a pool is used: a class, since it is on the way of every transfer."""
 
     __slots__ = ("_place", "_pool", "_pools", "_reading")

@@ -2,7 +2,7 @@
 
 The pool is one memfd. Nothing is ever in /dev/shm, and when its processes are gone, however they ended, so is the
 memory. It is sealed against shrinking, so that no reader dies of SIGBUS, and against writing by anybody but its owner.
-Its pages are touched once, at the start: page faults cost ten times as much as copying.
+Its pages are made and zeroed at the start: to do so when they are first used costs ten times as much as copying.
 
 Each slot begins with a header that is valid exactly as long as the slot's handle is. Readers compare it with their
 handle before and after they read; that is how a reader of memory that was freed and used again learns of it without
@@ -72,7 +72,7 @@ def fingerprint(handle: transfer_pb2.TransferHandle) -> bytes:
         process = handle.process
         numbers += (3, process.header_address, len(process.addresses), *process.addresses)
     for spec in tensors:
-        shape = spec.shape
+        shape = spec.shape[:]  # a list: protobuf's own sequence is slow to iterate over
         texts += (spec.name.encode(), spec.dtype.encode())
         numbers += (spec.offset_bytes, spec.size_bytes, len(shape), *shape)
     numbers += map(len, texts)
@@ -115,7 +115,8 @@ class PoolSlot:
 
 
 class MemfdPool:
-    """A private, sealed, pre-faulted memfd with an allocator over it. Slots may be taken and freed in any thread."""
+    """A private, sealed memfd, every page of it there, with an allocator over it. Slots may be taken and freed in any
+    thread."""
 
     def __init__(self, size_bytes: int, *, alignment: int = mmap.PAGESIZE) -> None:
         """Slots start at multiples of ``alignment``, at least ``HEADER.size``. Raises ``ResourceExhaustedError`` if
@@ -130,9 +131,9 @@ class MemfdPool:
         try:
             os.fchmod(self._fd, 0o600)
             os.ftruncate(self._fd, size_bytes)
+            memory.fill(self._fd, size_bytes, "a shared-memory pool")
             self._map = mmap.mmap(self._fd, size_bytes)
             self._seal()
-            memory.populate(self._map, "a shared-memory pool")
         except BaseException:
             os.close(self._fd)
             raise
@@ -147,7 +148,7 @@ class MemfdPool:
         self._lock = threading.Lock()
         self._closed = False
         took_ms = round((time.monotonic() - started_s) * 1000)
-        _log.info("shared-memory pool ready", pool_bytes=size_bytes, prefault_ms=took_ms)
+        _log.info("shared-memory pool ready", pool_bytes=size_bytes, fill_ms=took_ms)
 
     def allocate(self, size_bytes: int) -> PoolSlot:
         """Take room for ``size_bytes``. Raises ``ResourceExhaustedError`` if the pool is too full."""

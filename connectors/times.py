@@ -6,11 +6,9 @@ checking them. The sum never exceeds the whole. A record belongs to the task tha
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import dataclasses
 import time
-from collections.abc import Iterator
 from typing import Literal
 
 Phase = Literal["query", "alloc", "read", "sync"]
@@ -42,29 +40,35 @@ class ReadTimes:
 _current: contextvars.ContextVar[ReadTimes | None] = contextvars.ContextVar("read_times", default=None)
 
 
-@contextlib.contextmanager
-def recording() -> Iterator[ReadTimes]:
+class recording:  # noqa: N801 -- used like a function; a class, since it is on the way of every chunk
     """A record for what this task reads inside the block."""
-    times = ReadTimes()
-    token = _current.set(times)
-    try:
-        yield times
-    finally:
-        _current.reset(token)
+
+    __slots__ = ("_token",)
+
+    def __enter__(self) -> ReadTimes:
+        times = ReadTimes()
+        self._token = _current.set(times)
+        return times
+
+    def __exit__(self, *_: object) -> None:
+        _current.reset(self._token)
 
 
-@contextlib.contextmanager
-def phase(name: Phase) -> Iterator[None]:
+class phase:  # noqa: N801 -- as recording
     """The time that the block takes belongs to this phase. Blocks must not be nested."""
-    times = _current.get()
-    if times is None:
-        yield
-        return
-    begin_s = time.perf_counter()
-    try:
-        yield
-    finally:
-        setattr(times, name, getattr(times, name) + time.perf_counter() - begin_s)
+
+    __slots__ = ("_begin_s", "_name", "_times")
+
+    def __init__(self, name: Phase) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._times = _current.get()
+        self._begin_s = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        if (times := self._times) is not None:
+            setattr(times, self._name, getattr(times, self._name) + time.perf_counter() - self._begin_s)
 
 
 def read_by(connector: str, *, zero_copy: bool) -> None:

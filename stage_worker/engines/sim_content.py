@@ -5,6 +5,8 @@ Tests compare against these functions, so a chunk or an answer that went to the 
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import random
 import re
 import struct
@@ -148,9 +150,13 @@ def checked_digest(payload: Payload) -> int:
 
 def tensor_chunk(source: int, index: int, seed: int, size_bytes: int, with_checksum: bool) -> Payload:
     """A float32 vector made of ``source``, the digest of what it answers."""
-    rng = np.random.default_rng([source, index, seed & 0xFFFFFFFF])
-    block = rng.random(_TENSOR_BLOCK_BYTES // 4, dtype=np.float32)
-    payload = Payload({"hidden": np.resize(block, max(1, size_bytes // 4))})
+    digits = hashlib.shake_128(b"%d|%d|%d" % (source, index, seed)).digest(_TENSOR_BLOCK_BYTES)
+    block = (np.frombuffer(digits, "<u4") >> 8).astype(np.float32) * np.float32(2**-24)  # 0 to 1, as good as random
+    whole, rest = divmod(max(1, size_bytes // 4), len(block))
+    hidden = np.empty(whole * len(block) + rest, np.float32)
+    hidden[: whole * len(block)].reshape(whole, len(block))[:] = block
+    hidden[whole * len(block) :] = block[:rest]
+    payload = Payload({"hidden": hidden})
     metadata: Mapping[str, Any] = {"source": source, "index": index}
     if with_checksum:
         metadata = {**metadata, "crc32": payload_digest(payload)}
@@ -167,16 +173,24 @@ def guided(source: int, role: str, digests: Iterable[int]) -> int:
 
 def tone(source: int, seconds: float) -> npt.NDArray[np.int16]:
     """A mono tone of 220 to 880 Hz that ``source`` chooses, faded at both ends."""
-    samples = max(1, round(seconds * SAMPLE_RATE_HZ))
+    count, envelope = _time_and_volume(max(1, round(seconds * SAMPLE_RATE_HZ)))
     frequency_hz = 220 + source % 661
-    wave = np.sin(2 * np.pi * frequency_hz / SAMPLE_RATE_HZ * np.arange(samples))
+    wave = np.sin(2 * np.pi * frequency_hz / SAMPLE_RATE_HZ * count)
+    wave *= envelope
+    samples_i16: npt.NDArray[np.int16] = wave.astype("<i2")
+    return samples_i16
+
+
+@functools.lru_cache(maxsize=16)
+def _time_and_volume(samples: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """The numbers of that many samples, and how loud each is."""
+    envelope = np.full(samples, _AMPLITUDE)
     fade = min(samples // 2, SAMPLE_RATE_HZ // 100)
     if fade:
         ramp = np.linspace(0, 1, fade)
-        wave[:fade] *= ramp
-        wave[-fade:] *= ramp[::-1]
-    samples_i16: npt.NDArray[np.int16] = (wave * _AMPLITUDE).astype("<i2")
-    return samples_i16
+        envelope[:fade] *= ramp
+        envelope[-fade:] *= ramp[::-1]
+    return np.arange(samples, dtype=np.float64), envelope
 
 
 def picture(source: int, width: int = 0, height: int = 0) -> bytes:
