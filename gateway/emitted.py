@@ -89,6 +89,11 @@ class Skip:
         self._media_info = emitted.has_media_info
 
     @property
+    def media_bytes(self) -> int:
+        """Bytes of media that are still to come again."""
+        return self._media_bytes
+
+    @property
     def done(self) -> bool:
         """Everything that was to be left out has been."""
         return not (self._text or self._tokens or self._media_bytes or self._media_info)
@@ -98,6 +103,11 @@ class Skip:
 
         Raises ``DataLossError`` (REPLAY_DIVERGED) if its text is not what the client has.
         """
+        if left_out := event.skipped_media_bytes:
+            if left_out > self._media_bytes:
+                raise self._diverged(f"left out {left_out - self._media_bytes} bytes that were never passed on")
+            self._media_bytes -= left_out
+            self._media_info = False  # it comes with the first bytes
         text, media, tokens = event.text, event.media, min(self._tokens, len(event.token_ids))
         if self._text and text:
             length = min(len(self._text), len(text))

@@ -58,6 +58,8 @@ class CallMaker:
             if work.move is Move.REMAKE:
                 # It had ended after these: whatever it ended for, it must not go on now.
                 call.sampling.max_tokens = len(work.emitted.token_ids)
+        if run.skip is not None:
+            call.skip_media_bytes = run.skip.media_bytes
         for edge in step.inputs:
             call.inputs.extend(self._input(run, edge, producer) for producer in self._works[edge.from_stage].runs)
         for edge in step.outputs:

@@ -84,7 +84,7 @@ class StageRun:
                 self.state.push(event, len(text), self.ref)
                 if self.ended:  # passing it on was the request's end
                     return event.HasField("finish") or event.HasField("error")
-            elif text or media or event.token_ids:
+            elif text or media or event.token_ids or event.skipped_media_bytes:
                 try:
                     self._pass_on(event, len(text) + len(media))
                 except errors.DataLossError as error:  # not what the client has

@@ -7,6 +7,7 @@ closed, inputs are released, flows have ended, and exactly one last event with `
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
@@ -76,6 +77,8 @@ class CallRunner:
         self._ended = asyncio.Event()
         self._outputs: list[OutputGroup] = []
         self._inputs: dict[tuple[int, str], FlowReader | HandleReader] = {}
+        self._skip_bytes = call.skip_media_bytes
+        self._skipped_bytes = 0  # and the gateway was not told
         parts.calls.add(self)
         try:
             self._outputs = output_groups(parts, call.outputs)
@@ -177,6 +180,7 @@ class CallRunner:
     async def _forward(self, outputs: AsyncIterator[EngineOutput]) -> None:
         """The loop that every token passes: nothing here may cost more than it must."""
         progress, sink, groups, emit = self._parts.progress, self._sink, self._outputs, self._call.emit_output
+        skips = self._skip_bytes > 0
         if self._call.HasField("resume"):
             await self._resume()
         async for output in outputs:
@@ -185,6 +189,8 @@ class CallRunner:
             if emit:
                 if sink.blocked:
                     await sink.room()
+                if skips and output.media:
+                    output = self._without_skipped(output)
                 if len(output.media) > MEDIA_PIECE_BYTES:
                     await self._send_media(output)
                 elif output.text or output.media or output.token_ids:
@@ -202,6 +208,21 @@ class CallRunner:
         brought = EngineOutput(text=resume.text)
         for group in self._outputs:
             await group.write(brought)
+
+    def _without_skipped(self, output: EngineOutput) -> EngineOutput:
+        """What of ``output`` the client does not have: sending the rest only to be thrown away would cost as much as
+        making it."""
+        size_bytes = min(self._skip_bytes, len(output.media))
+        if not size_bytes:
+            return output
+        self._skip_bytes -= size_bytes
+        self._skipped_bytes += size_bytes
+        if not self._skip_bytes:
+            self._tell_skipped(self._sink.new_event(0))
+        return dataclasses.replace(output, media=output.media[size_bytes:], media_info=None)
+
+    def _tell_skipped(self, event: stage_service_pb2.StageEvent) -> None:
+        event.skipped_media_bytes, self._skipped_bytes = self._skipped_bytes, 0
 
     async def _send_media(self, output: EngineOutput) -> None:
         for start in range(0, len(output.media), MEDIA_PIECE_BYTES):
@@ -291,6 +312,7 @@ class CallRunner:
         if error is not None:
             event.error.CopyFrom(self._located(error).to_status())
             return
+        self._tell_skipped(event)
         for to_stage, found in handles:
             event.outputs.add(to_stage=to_stage, handles=found)
         finish = self._finish

@@ -250,6 +250,22 @@ async def test_a_resumed_text_brings_the_rest_and_feeds_its_consumers_from_the_b
         await nothing_left(workers)
 
 
+async def test_media_that_the_client_has_is_left_out_of_the_events_and_counted() -> None:
+    async with three() as (workers, (_, one, other)):
+        prompt = "The first sentence. The second sentence. The third sentence."
+        whole = await one.run(call("whole", prompt))
+        length = len(whole.media)
+        assert length == 3 * CHUNK_BYTES
+        for skip in (1, CHUNK_BYTES, CHUNK_BYTES + 7, length, length + 9):
+            again = await other.run(call(f"again-{skip}", prompt, attempt=1, skip_media_bytes=skip))
+            assert again.error is None
+            assert again.media == whole.media[skip:]
+            said = [event.skipped_media_bytes for event in again.events if event.skipped_media_bytes]
+            assert said == [min(skip, length)]
+            assert not any(event.HasField("media_info") for event in again.events)
+        await nothing_left(workers)
+
+
 async def test_an_engine_that_cannot_resume_says_so() -> None:
     async with talking() as (workers, (talk, _)):
         done = await talk.run(call("r", "Said aloud.", attempt=1, resume=pb.Resume(token_ids=[1])))

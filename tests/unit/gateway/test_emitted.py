@@ -30,6 +30,17 @@ def cut(rng: random.Random, text: str, tokens: list[int], media: bytes) -> list[
     return events
 
 
+def leave_out(events: list[stage_service_pb2.StageEvent], size: int, last: bool) -> list[stage_service_pb2.StageEvent]:
+    """As a worker that was told how much media the client has: it says so at once, or with its ``last`` event."""
+    told = stage_service_pb2.StageEvent(skipped_media_bytes=size)
+    for event in events:
+        cut_off = min(size, len(event.media))
+        size, event.media = size - cut_off, event.media[cut_off:]
+        if cut_off:
+            event.ClearField("media_info")
+    return [*events, told] if last else [told, *events]
+
+
 def note(emitted: Emitted, event: stage_service_pb2.StageEvent) -> None:
     if event.media:
         emitted.add_media(event)
@@ -46,6 +57,9 @@ def test_a_second_run_brings_exactly_the_rest(seed: int) -> None:
     for run in range(3):  # lost twice, at any moment
         events = cut(rng, TEXT, list(tokens), MEDIA)
         skip = Skip(emitted, 0) if run else None
+        if skip is not None and seed % 3:
+            whole = skip.media_bytes == len(MEDIA)
+            events = leave_out(events, skip.media_bytes, last=whole and seed % 3 == 2)
         for event in events[: rng.randint(0, len(events))] if run < 2 else events:
             rest = skip.rest(event) if skip is not None else event
             if rest is None:
@@ -78,6 +92,14 @@ def test_less_than_before_is_told() -> None:
     skip.rest(stage_service_pb2.StageEvent(text="The cat"))
     with pytest.raises(errors.DataLossError, match="4 characters"):
         skip.check_finished()
+
+
+def test_more_left_out_than_was_had_is_told() -> None:
+    emitted = Emitted()
+    note(emitted, stage_service_pb2.StageEvent(media=b"four"))
+    skip = Skip(emitted, 0)
+    with pytest.raises(errors.DataLossError, match="left out 1 bytes"):
+        skip.rest(stage_service_pb2.StageEvent(skipped_media_bytes=5))
 
 
 def test_what_can_be_resumed() -> None:

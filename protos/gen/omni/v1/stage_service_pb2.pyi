@@ -183,6 +183,7 @@ class StageCall(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SPEECH_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    SKIP_MEDIA_BYTES_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     """Chosen by the gateway, unique in the session."""
     request_id: _builtins.str
@@ -193,6 +194,10 @@ class StageCall(_message.Message):
     """True: send text and media to the gateway. False: the output only feeds other stages."""
     traceparent: _builtins.str
     """W3C trace context."""
+    skip_media_bytes: _builtins.int
+    """Of a call that makes again what a lost one had made: the client has so many bytes of its media. They may be left out
+    of its events, which then say so; what other stages get is not changed.
+    """
     @_builtins.property
     def prompt(self) -> _prompt_pb2.Prompt:
         """What the client asked; at the stage where the request enters."""
@@ -236,10 +241,11 @@ class StageCall(_message.Message):
         traceparent: _builtins.str = ...,
         speech: _prompt_pb2.SpeechOptions | None = ...,
         resume: Global___Resume | None = ...,
+        skip_media_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "speech", b"speech", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "call_id", b"call_id", "emit_output", b"emit_output", "inputs", b"inputs", "outputs", b"outputs", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "speech", b"speech", "timeout", b"timeout", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "call_id", b"call_id", "emit_output", b"emit_output", "inputs", b"inputs", "outputs", b"outputs", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "skip_media_bytes", b"skip_media_bytes", "speech", b"speech", "timeout", b"timeout", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -441,6 +447,7 @@ class StageEvent(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    SKIPPED_MEDIA_BYTES_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     """From StageCall."""
     text: _builtins.str
@@ -449,6 +456,8 @@ class StageEvent(_message.Message):
     """Media bytes added by this step, in the format that `media_info` told."""
     prompt_tokens: _builtins.int
     """Tokens of the call's prompt, with the first tokens of the call; 0: it has no prompt, or the engine does not count."""
+    skipped_media_bytes: _builtins.int
+    """Bytes of media that were left out before those of this event, since the last that said so."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens added by this step."""
@@ -486,10 +495,11 @@ class StageEvent(_message.Message):
         error: _status_pb2.Status | None = ...,
         logprobs: _abc.Iterable[_output_pb2.TokenLogprob] | None = ...,
         prompt_tokens: _builtins.int = ...,
+        skipped_media_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish", b"finish", "media_info", b"media_info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "error", b"error", "finish", b"finish", "logprobs", b"logprobs", "media", b"media", "media_info", b"media_info", "outputs", b"outputs", "prompt_tokens", b"prompt_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "error", b"error", "finish", b"finish", "logprobs", b"logprobs", "media", b"media", "media_info", b"media_info", "outputs", b"outputs", "prompt_tokens", b"prompt_tokens", "skipped_media_bytes", b"skipped_media_bytes", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
