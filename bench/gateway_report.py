@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -156,6 +157,7 @@ def plot(found: dict[str, float], path: Path) -> None:
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import NullFormatter
 
     figure, axes = plt.subplots(1, len(_MODES), figsize=(12, 3.4), layout="constrained")
     for axis, (mode, title) in zip(axes, _MODES.items(), strict=True):
@@ -175,8 +177,11 @@ def plot(found: dict[str, float], path: Path) -> None:
         drawn = axis.barh(list(bars_of), list(bars_of.values()), color=colours)
         axis.bar_label(drawn, fmt="%.0f", padding=2)
         axis.set_xscale("log")
+        # Only powers of ten are labelled: those between them would overlap. Right of the bars is room for their labels.
+        axis.set_xlim(10 ** math.floor(math.log10(min(bars_of.values()) * 0.9)), max(bars_of.values()) * 4)
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.invert_yaxis()
-        axis.margins(x=0.15)
-        axis.set_title(f"CPU of the router, c={most}: {title}", fontsize=9)
+        axis.set_title(f"c={most}: {title}", fontsize=9)
+    figure.suptitle("CPU of the router for each answer (log scale)", fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)
