@@ -17,6 +17,7 @@ _HINTS: dict[str, str] = {
     "REPLICA_UNHEALTHY": "'omnictl get replicas' shows it; --skip-unhealthy leaves such replicas out",
     "RESTART_RUNS": "wait for it, or look at 'omnictl watch replicas'",
     "RESTART_NOT_BACK": "look at its launcher's log; 'omnictl get replicas' shows who is there",
+    "INVALID_API_KEY": "name a file with your API key: --api-key-file; 'omnictl api-key create' makes keys",
     "ADDRESS_IN_USE": "stop what listens there, or choose another port",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterable, AsyncIterator
 
 import grpc.aio
@@ -57,7 +58,12 @@ async def refused(call: AsyncIterable[object]) -> errors.OmniError:
     return errors.from_rpc_error(caught.value)
 
 
-async def test_text(stand: Stand, inference: inference_service_pb2_grpc.InferenceServiceAsyncStub) -> None:
+async def test_text(
+    stand: Stand,
+    inference: inference_service_pb2_grpc.InferenceServiceAsyncStub,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="gateway.router")
     worker = await stand.cluster.add("text", 0, tokens(4))
     await stand.ready("text")
     responses = [response async for response in inference.Generate(request(request_id="mine"))]
@@ -74,6 +80,10 @@ async def test_text(stand: Stand, inference: inference_service_pb2_grpc.Inferenc
     ]  # fmt: skip
     assert timeline.timeline[1].replica == worker.ref
     assert timeline.timeline[1].detail == "power-of-two"
+    (route,) = [record.__dict__["fields"] for record in caplog.records if record.getMessage() == "route"]
+    assert route["request_id"].startswith("mine")
+    assert (route["stage"], route["replica"], route["epoch"]) == ("text/0", 0, worker.ref.epoch)
+    assert (route["policy"], route["reason"], route["candidates"]) == ("power-of-two", "power-of-two", 1)
     await stand.settled()
 
 

@@ -23,6 +23,12 @@ from omnictl import failures
             ),
             "error: 2 faults\n  a: is b\n  c: is d",
         ),
+        # Whose word was refused: a gateway's, or a control plane's.
+        (
+            errors.UnauthenticatedError("x", reason="INVALID_API_KEY"),
+            "--api-key-file; 'omnictl api-key create' makes keys",
+        ),
+        (errors.UnauthenticatedError("x", reason="TOKEN_REQUIRED"), "a certificate with --tls-cert and --tls-key"),
         # Not said twice.
         (errors.InvalidRequestError.field("model", "is required"), "error: model: is required"),
     ],
