@@ -100,6 +100,8 @@ class ReplicaSession:
         self._retiring = False
         self._closing = False
         self._idle = asyncio.Event()
+        self._begun = asyncio.Event()
+        """It has been up, or could not get up."""
         self._channel: grpc.aio.Channel | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -181,8 +183,10 @@ class ReplicaSession:
             # Expiry frees it in the end; nobody waits for this.
             _log.warning("abort failed", request_id=request_id, **self._who(), reason=error.details())
 
-    def stub(self) -> stage_service_pb2_grpc.StageServiceAsyncStub:
-        """For RPCs beside the stream. Raises ``UnavailableError`` while the session is down."""
+    async def stub(self) -> stage_service_pb2_grpc.StageServiceAsyncStub:
+        """For RPCs beside the stream; waits for a session that only begins: its replica is routed to already. Raises
+        ``UnavailableError`` while the session is down."""
+        await self._begun.wait()
         if self._channel is None or not self.connected:
             raise self._lost(self._broken or "not connected")
         return stage_service_pb2_grpc.StageServiceStub(self._channel)
@@ -249,6 +253,7 @@ class ReplicaSession:
     async def close(self) -> None:
         """End now; open calls fail with UNAVAILABLE. May be called more than once."""
         self._closing = True
+        self._begun.set()  # a task that is cancelled before its first step does nothing at all
         if self._watchdog is not None:
             self._watchdog.cancel()
             self._watchdog = None
@@ -344,6 +349,7 @@ class ReplicaSession:
             return
         backoff.reset()
         self.connected, self._broken = True, ""
+        self._begun.set()
         _log.info("session open", **self._who())
         self._listener.on_session(self.record, True)
         self._take(first)
@@ -407,6 +413,7 @@ class ReplicaSession:
         self.breaks += self.connected
         known, self._broken = bool(self._broken), reason
         was_connected, self.connected = self.connected, False
+        self._begun.set()
         if not self._closing and not known:
             self._listener.on_session(self.record, False)
             if was_connected:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -98,9 +99,14 @@ class TokenEndpoints:
             session = assignment.slot.session
             if session is None:
                 raise errors.UnavailableError(f"replica {assignment.slot.key} has no session", reason="REPLICA_LOST")
-            return await call(session.stub())
+            return await call(await session.stub())
         except grpc.aio.AioRpcError as error:
             raise errors.from_rpc_error(error) from error
+        except asyncio.CancelledError:
+            # gRPC reports a call whose channel was closed with the session as the cancellation of this task.
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            raise errors.UnavailableError(f"replica {assignment.slot.key} was lost", reason="REPLICA_LOST") from None
         finally:
             assignment.release()
 

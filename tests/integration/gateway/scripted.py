@@ -75,6 +75,7 @@ class ScriptedWorker(stage_service_pb2_grpc.StageServiceServicer):
         self.released: list[int] = []
         """Those of calls that had ended, whose data was kept."""
         self.aborted_requests: list[str] = []
+        self.tokenizing = 0
         self.running: dict[int, asyncio.Task[None]] = {}
         self.sessions: set[asyncio.Queue[stage_service_pb2.SessionResponse]] = set()
         self.answers_aborts = True
@@ -133,8 +134,9 @@ class ScriptedWorker(stage_service_pb2_grpc.StageServiceServicer):
         await self._awake.wait()
         if first.hello.replica.epoch != self.ref.epoch:
             raise errors.FailedPreconditionError(f"epoch is {self.ref.epoch}, not {first.hello.replica.epoch}")
-        yield stage_service_pb2.SessionResponse(welcome=stage_service_pb2.SessionWelcome(replica=self.ref))
         frames: asyncio.Queue[stage_service_pb2.SessionResponse] = asyncio.Queue()
+        # Before the welcome leaves: who has it may rely on getting every broadcast from then on.
+        frames.put_nowait(stage_service_pb2.SessionResponse(welcome=stage_service_pb2.SessionWelcome(replica=self.ref)))
         self.sessions.add(frames)
         tasks = [asyncio.create_task(self._read(request_iterator, frames))]
         if first.hello.HasField("beat_interval"):
@@ -192,6 +194,14 @@ class ScriptedWorker(stage_service_pb2_grpc.StageServiceServicer):
     ) -> stage_service_pb2.StageServiceAbortResponse:
         self.aborted_requests.append(request.request_id)
         return stage_service_pb2.StageServiceAbortResponse(found=True)
+
+    async def Tokenize(  # noqa: N802
+        self, request: stage_service_pb2.TokenizeRequest, context: rpc.ServicerContext
+    ) -> stage_service_pb2.TokenizeResponse:
+        """Never answers."""
+        self.tokenizing += 1
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
 
 
 class ScriptedControlPlane(

@@ -189,6 +189,35 @@ async def test_a_refused_epoch_is_asked_again_in_case_the_replica_had_not_heard_
         await worker.kill()
 
 
+async def test_rpcs_beside_the_stream_wait_for_its_beginning() -> None:
+    worker = ScriptedWorker("text", 0, 0, hang, 7)  # type: ignore[abstract]
+    await worker.start()
+    worker.freeze()
+    sessions = [
+        ReplicaSession(worker.record(), Listener(), gateway_id="g", connect_timeout_s=60, hung_after_s=0)
+        for _ in range(2)
+    ]
+    try:
+        asking = []
+        for session in sessions:
+            session.start()
+            asking.append(asyncio.create_task(session.stub()))
+        await asyncio.wait(asking, timeout=0.05)
+        assert not any(task.done() for task in asking), "the welcome has not come"
+        await sessions[0].close()
+        with pytest.raises(errors.UnavailableError):
+            await asking[0]
+        worker.wake()
+        await asking[1]
+        await sessions[1].close()
+        with pytest.raises(errors.UnavailableError):
+            await sessions[1].stub()
+    finally:
+        for session in sessions:
+            await session.close()
+        await worker.kill()
+
+
 async def test_load_and_draining_are_told() -> None:
     async with opened(hang) as (worker, _, listener):
         load = types_pb2.LoadReport(queue_length=4)

@@ -276,6 +276,21 @@ async def test_tokens_models_and_version() -> None:
         await stand.settled()
 
 
+async def test_a_replica_that_is_lost_while_it_tokenizes_is_a_503() -> None:
+    async with running_stand(text_pipeline(), route_wait_s=0.1) as stand:
+        worker = await stand.cluster.add("text", 0, hang)
+        await stand.ready("text")
+        asking = asyncio.create_task(stand.post("/tokenize", {"model": "text", "prompt": "x"}))
+        await wait_until(lambda: worker.tokenizing == 1, what="the question at its worker")
+        # Its session ends first, and with it the channel; else the call's own failure says the same.
+        (session,) = stand.gateway.router.sessions.values()
+        await session.close()
+        await worker.kill()
+        status, answer = await asking
+        assert (status, answer["error"]["type"]) == (503, "service_unavailable"), answer
+        await stand.settled()
+
+
 async def test_speech_as_bytes_and_as_events() -> None:
     async with running_models(voice_model()) as stand:
         body = {"model": "voice", "input": "One. Two.", "voice": {"id": "anna"}, "instructions": "Whisper."}
