@@ -71,6 +71,7 @@ class ChatEndpoint:
         return await self._service.begin(
             exchange, request_id, chat.graph, "chat", chat.modalities, chat.prompt,
             seeded(chat.sampling, chat.graph, index), chat.speech, chat.session_id, chat.priority, chat.timeout_s,
+            chat.strict_session,
         )  # fmt: skip
 
     async def _several(self, exchange: Exchange, request_id: str, created: int, chat: ChatRequest) -> None:

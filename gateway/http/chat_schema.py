@@ -15,6 +15,7 @@ from gateway import validation
 from gateway.graph import PipelineGraph
 from gateway.http.content_parts import NOT_OFFERED, Messages, RemoteMedia
 from gateway.http.fields import Fields
+from gateway.http.session_fields import SESSION_FIELDS, read_session
 from omni.v1 import prompt_pb2, sampling_pb2
 from omnicore import errors
 
@@ -59,7 +60,8 @@ _KNOWN = (
     | _REFUSED.keys()
     | _HARMLESS
     | _RARE
-    | {"model", "messages", "extra_body", "modalities", "audio", "stream", "stream_options", "session_id"}
+    | SESSION_FIELDS
+    | {"model", "messages", "extra_body", "modalities", "audio", "stream", "stream_options"}
 )
 
 # What nearly all bodies have, and values that need no second look: type float stands for any number, and the bounds
@@ -103,6 +105,8 @@ class ChatRequest:
     """Media to fetch before the prompt is complete."""
     continuous_usage: bool = False
     """Every chunk of the stream tells the usage so far."""
+    strict_session: bool | None = None
+    """A session whose replica is gone is refused; None: as the pipeline says."""
 
 
 def parse_chat(
@@ -130,8 +134,7 @@ def parse_chat(
     messages.read(fields.array("messages", required=True) or [])
     validation.check_prompt(prompt, prompt_limit_bytes, "messages")
     sampling = read_sampling(fields)
-    session_id = fields.string("session_id", "") or ""
-    validation.check_id("session_id", session_id)
+    session_id, strict_session = read_session(fields)
     n, timeout_s, priority, logprobs = 1, 0.0, None, False
     if fields.present(_RARE):
         read_prompt_options(fields, prompt)
@@ -144,7 +147,7 @@ def parse_chat(
     fields.finish(_KNOWN)
     return ChatRequest(
         graph, modalities, prompt, sampling, speech, audio_format, stream, include_usage, session_id, n, timeout_s,
-        priority, logprobs, messages.remote, continuous_usage,
+        priority, logprobs, messages.remote, continuous_usage, strict_session,
     )  # fmt: skip
 
 

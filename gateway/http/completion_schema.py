@@ -19,6 +19,7 @@ from gateway.http.chat_schema import (
 )
 from gateway.http.content_parts import NOT_OFFERED
 from gateway.http.fields import Fields, kind
+from gateway.http.session_fields import SESSION_FIELDS, read_session
 from omni.v1 import prompt_pb2, sampling_pb2
 from omnicore import errors
 
@@ -28,7 +29,8 @@ _REFUSED: dict[str, tuple[Any, ...]] = {"best_of": (1,), "suffix": ("",), "logit
 _KNOWN = (
     SAMPLING
     | _REFUSED.keys()
-    | {"model", "prompt", "stream", "stream_options", "session_id", "user", "metadata", "n", "echo", "logprobs"}
+    | SESSION_FIELDS
+    | {"model", "prompt", "stream", "stream_options", "user", "metadata", "n", "echo", "logprobs"}
     | {"timeout", "priority", "response_format"}
 )
 
@@ -51,6 +53,8 @@ class CompletionRequest:
     priority: int | None
     continuous_usage: bool = False
     """Every chunk of the stream tells the usage so far."""
+    strict_session: bool | None = None
+    """A session whose replica is gone is refused; None: as the pipeline says."""
 
     @property
     def logprobs(self) -> bool:
@@ -91,14 +95,14 @@ def parse_completion(
         )
     if echo and any(prompt.WhichOneof("kind") != "text" for prompt in prompts):
         raise errors.InvalidRequestError.field("echo", "only with prompts that are texts", reason="UNSUPPORTED_FIELD")
-    session_id = fields.string("session_id", "") or ""
-    validation.check_id("session_id", session_id)
+    session_id, strict_session = read_session(fields)
     timeout_s, priority = read_timeout(fields), fields.integer("priority")
     fields.refuse(_REFUSED, NOT_OFFERED)
     fields.finish(_KNOWN)
     return CompletionRequest(
-        graph, prompts, sampling, stream, include_usage, session_id, n, echo, timeout_s, priority, continuous_usage
-    )
+        graph, prompts, sampling, stream, include_usage, session_id, n, echo, timeout_s, priority, continuous_usage,
+        strict_session,
+    )  # fmt: skip
 
 
 def _prompts(value: object) -> list[prompt_pb2.Prompt]:

@@ -54,7 +54,7 @@ class CompletionEndpoint:
         return await self._service.begin(
             exchange, request_id, asked.graph, "chat", ("text",), asked.prompt_of(choice),
             seeded(asked.sampling, asked.graph, choice % asked.n), prompt_pb2.SpeechOptions(), asked.session_id,
-            asked.priority, asked.timeout_s,
+            asked.priority, asked.timeout_s, asked.strict_session,
         )  # fmt: skip
 
     async def _several(

@@ -14,6 +14,7 @@ from gateway.http.content_parts import NOT_OFFERED
 from gateway.http.fields import Fields
 from gateway.http.media import media_part
 from gateway.http.multipart import Form, form_values
+from gateway.http.session_fields import SESSION_FIELDS, read_session
 from omni.v1 import prompt_pb2, sampling_pb2
 from omnicore import errors
 
@@ -45,7 +46,8 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 _KNOWN = (
     _REFUSED.keys()
     | {"model", "prompt", "n", "size", "seed", "num_inference_steps", "guidance_scale", "negative_prompt"}
-    | {"bot_task", "user", "session_id", "timeout", "priority"}
+    | SESSION_FIELDS
+    | {"bot_task", "user", "timeout", "priority"}
 )
 
 
@@ -61,6 +63,8 @@ class ImageRequest:
     session_id: str
     timeout_s: float
     priority: int | None
+    strict_session: bool | None = None
+    """A session whose replica is gone is refused; None: as the pipeline says."""
 
 
 def parse_generation(body: object, pipelines: Mapping[str, PipelineGraph], prompt_limit_bytes: int) -> ImageRequest:
@@ -101,13 +105,13 @@ def _parse(
     n = fields.integer("n")
     if n is not None and not 1 <= n <= MAX_PICTURES:
         raise errors.InvalidRequestError.field("n", f"must be 1 to {MAX_PICTURES}, got {n}")
-    session_id = fields.string("session_id", "") or ""
-    validation.check_id("session_id", session_id)
+    session_id, strict_session = read_session(fields)
     fields.refuse(_REFUSED, NOT_OFFERED)
     fields.finish(_KNOWN)
     return ImageRequest(
-        graph, task, prompt, _sampling(fields), n or 1, session_id, read_timeout(fields), fields.integer("priority")
-    )
+        graph, task, prompt, _sampling(fields), n or 1, session_id, read_timeout(fields), fields.integer("priority"),
+        strict_session,
+    )  # fmt: skip
 
 
 def _pipeline(pipelines: Mapping[str, PipelineGraph], model: str) -> tuple[PipelineGraph, str]:

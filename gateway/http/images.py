@@ -40,7 +40,7 @@ class ImageEndpoints:
             return await self._service.begin(
                 exchange, image_id, asked.graph, asked.task, ("image",), asked.prompt,
                 seeded(asked.sampling, asked.graph, index), prompt_pb2.SpeechOptions(), asked.session_id,
-                asked.priority, asked.timeout_s,
+                asked.priority, asked.timeout_s, asked.strict_session,
             )  # fmt: skip
 
         created = int(time.time())

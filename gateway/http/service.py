@@ -65,9 +65,11 @@ class HttpService:
         session_id: str,
         priority: int | None = None,
         timeout_s: float = 0.0,
+        strict_session: bool | None = None,
     ) -> RequestState:
         """Submit a valid request; the client's leaving aborts it, also while it waits for admission. ``priority`` is
-        the body's; without one, the header x-priority counts. ``timeout_s`` is the body's, 0 without one."""
+        the body's; without one, the header x-priority counts. ``timeout_s`` is the body's, 0 without one;
+        ``strict_session`` as in ``RequestSpec``."""
         asked = priority if priority is not None else exchange.header(b"x-priority").decode("latin-1")
         entry = Entry(exchange.caller, effective_priority(exchange.caller, asked))
         spec = RequestSpec(
@@ -80,6 +82,7 @@ class HttpService:
             speech=speech,
             timeout_s=self._timeout_s(exchange, timeout_s),
             session_id=session_id,
+            strict_session=strict_session,
             trace_parent=exchange.header(b"traceparent").decode("latin-1"),
             entry=entry,
         )

@@ -34,7 +34,7 @@ class SpeechEndpoint:
         del body  # one that waits for admission, or runs for long, holds its prompt once
         state = await self._service.begin(
             exchange, "speech-" + exchange.id, asked.graph, "speech", ("audio",), asked.prompt, asked.sampling,
-            asked.speech, asked.session_id, asked.priority, asked.timeout_s,
+            asked.speech, asked.session_id, asked.priority, asked.timeout_s, asked.strict_session,
         )  # fmt: skip
         if asked.stream_format == "sse":
             await stream_events(exchange, state, SpeechEvents(asked.response_format), limits.keepalive_s)

@@ -9,6 +9,7 @@ from gateway import validation
 from gateway.graph import PipelineGraph
 from gateway.http.chat_schema import read_timeout
 from gateway.http.fields import Fields
+from gateway.http.session_fields import SESSION_FIELDS, read_session
 from omni.v1 import prompt_pb2, sampling_pb2
 from omnicore import errors
 
@@ -16,9 +17,9 @@ RESPONSE_FORMATS = ("wav", "pcm")
 STREAM_FORMATS = ("audio", "sse")
 MAX_INSTRUCTION_CHARS = 4096
 _KNOWN = frozenset((
-    "model", "input", "voice", "speed", "seed", "response_format", "stream_format", "instructions", "session_id",
-    "timeout", "priority",
-))  # fmt: skip
+    "model", "input", "voice", "speed", "seed", "response_format", "stream_format", "instructions", "timeout",
+    "priority",
+)) | SESSION_FIELDS  # fmt: skip
 
 
 @dataclasses.dataclass(slots=True)
@@ -35,6 +36,8 @@ class SpeechRequest:
     timeout_s: float
     """0: the gateway's limit."""
     priority: int | None
+    strict_session: bool | None = None
+    """A session whose replica is gone is refused; None: as the pipeline says."""
 
 
 def parse_speech(body: object, pipelines: Mapping[str, PipelineGraph], prompt_limit_bytes: int) -> SpeechRequest:
@@ -66,10 +69,10 @@ def parse_speech(body: object, pipelines: Mapping[str, PipelineGraph], prompt_li
         sampling.seed = seed
     response_format = fields.choice("response_format", RESPONSE_FORMATS, RESPONSE_FORMATS[0])
     stream_format = fields.choice("stream_format", STREAM_FORMATS, STREAM_FORMATS[0])
-    session_id = fields.string("session_id", "") or ""
-    validation.check_id("session_id", session_id)
+    session_id, strict_session = read_session(fields)
     timeout_s, priority = read_timeout(fields), fields.integer("priority")
     fields.finish(_KNOWN)
     return SpeechRequest(
-        graph, prompt, sampling, speech, response_format, stream_format, session_id, timeout_s, priority
-    )
+        graph, prompt, sampling, speech, response_format, stream_format, session_id, timeout_s, priority,
+        strict_session,
+    )  # fmt: skip

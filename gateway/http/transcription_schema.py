@@ -15,6 +15,7 @@ from gateway.http.content_parts import NOT_OFFERED
 from gateway.http.fields import Fields
 from gateway.http.media import media_part
 from gateway.http.multipart import Form, form_values
+from gateway.http.session_fields import SESSION_FIELDS, read_session
 from omni.v1 import prompt_pb2, sampling_pb2
 from omnicore import errors
 
@@ -28,9 +29,9 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "known_speaker_references": ([],),
 }
 _KNOWN = _REFUSED.keys() | {
-    "model", "prompt", "language", "temperature", "response_format", "stream", "seed", "session_id", "timeout",
+    "model", "prompt", "language", "temperature", "response_format", "stream", "seed", "timeout",
     "priority",
-}  # fmt: skip
+} | SESSION_FIELDS  # fmt: skip
 
 
 @dataclasses.dataclass(slots=True)
@@ -48,6 +49,8 @@ class TranscriptionRequest:
     session_id: str
     timeout_s: float
     priority: int | None
+    strict_session: bool | None = None
+    """A session whose replica is gone is refused; None: as the pipeline says."""
 
 
 def parse_transcription(
@@ -94,13 +97,12 @@ def parse_transcription(
         raise errors.InvalidRequestError.field(
             "response_format", "verbose_json tells the duration, which is known of PCM WAV files only"
         )
-    session_id = fields.string("session_id", "") or ""
-    validation.check_id("session_id", session_id)
+    session_id, strict_session = read_session(fields)
     fields.refuse(_REFUSED, NOT_OFFERED)
     fields.finish(_KNOWN)
     return TranscriptionRequest(
         graph, prompt, sampling, response_format, prompt.language, stream, seconds, session_id, read_timeout(fields),
-        fields.integer("priority"),
+        fields.integer("priority"), strict_session,
     )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ class TranscriptionEndpoint:
         state = await self._service.begin(
             exchange, "transcript-" + exchange.id, asked.graph, "transcription", ("text",), asked.prompt,
             asked.sampling, prompt_pb2.SpeechOptions(), asked.session_id, asked.priority, asked.timeout_s,
+            asked.strict_session,
         )  # fmt: skip
         if asked.stream:
             await stream_events(exchange, state, TranscriptEvents(), limits.keepalive_s)
