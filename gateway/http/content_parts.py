@@ -18,8 +18,11 @@ _AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg", "webm", "m4a")
 _LINKED = {"image_url": "image", "audio_url": "audio", "video_url": "video"}
 """Types of parts that have ``{"url": …}``; all but the first are vLLM's."""
 PART_TYPES = ("text", "image_url", "input_audio", "audio_url", "video_url")
-_MESSAGE_REFUSED: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "function_call": (), "audio": ()}
-_MESSAGE_KNOWN = _MESSAGE_REFUSED.keys() | {"role", "content", "name", "refusal", "tool_call_id", "annotations"}
+_TOOL_CALLS: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "function_call": ()}
+_MESSAGE_REFUSED: dict[str, tuple[Any, ...]] = {"audio": ()}
+_MESSAGE_KNOWN = (
+    _TOOL_CALLS.keys() | _MESSAGE_REFUSED.keys() | {"role", "content", "name", "refusal", "tool_call_id", "annotations"}
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,6 +64,9 @@ class Messages:
                 fields.at("role"), f"must be one of: {', '.join(validation.ROLES)}; got {role!r}"
             )
         message.role = role
+        # Before the content, which a message that only calls tools does not have.
+        fields.refuse(_TOOL_CALLS, "tools are not offered by this server; say what was called in the content")
+        fields.refuse(_MESSAGE_REFUSED, NOT_OFFERED)
         content = fields.raw("content")
         if isinstance(content, str):
             message.parts.add(text=content)
@@ -78,7 +84,6 @@ class Messages:
             raise errors.InvalidRequestError.field(
                 fields.at("content"), f"must be a string or a list of content parts, got {kind(content)}"
             )
-        fields.refuse(_MESSAGE_REFUSED, NOT_OFFERED)
         fields.finish(_MESSAGE_KNOWN)
 
     def _part(self, fields: Fields, message: prompt_pb2.ChatMessage) -> None:

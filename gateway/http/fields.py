@@ -42,9 +42,9 @@ class Fields:
         """The value as it is, None if absent."""
         return self._values.get(name)
 
-    def present(self, names: Set[str]) -> Set[str]:
-        """Those of ``names`` that the object has."""
-        return self._values.keys() & names
+    def present(self, names: Set[str]) -> list[str]:
+        """Those of ``names`` that the object has, in its order: of several errors the same one is told every time."""
+        return [name for name in self._values if name in names]
 
     def string(self, name: str, default: str | None = None, *, required: bool = False) -> str | None:
         """A string."""
@@ -104,14 +104,16 @@ class Fields:
     def refuse(self, neutral: Mapping[str, tuple[Any, ...]], why: str) -> None:
         """Refuse fields that would change the output in a way not offered, unless they have a value that asks for
         nothing (``neutral``: name → such values)."""
-        for name in self._values.keys() & neutral.keys():
+        for name in self.present(neutral.keys()):
             value = self._values[name]
             if value is not None and not any(value == v and type(value) is type(v) for v in neutral[name]):
                 raise errors.InvalidRequestError.field(self.at(name), why, reason="UNSUPPORTED_FIELD")
 
     def finish(self, known: Set[str]) -> None:
-        """Refuse fields that are not among ``known``, with the nearest name that is."""
-        for name in self._values.keys() - known:
+        """Refuse fields that are not among ``known``, the first of them with the nearest name that is."""
+        for name in self._values:
+            if name in known:
+                continue
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise errors.InvalidRequestError.field(self.at(name), f"unknown field{hint}", reason="UNKNOWN_FIELD")

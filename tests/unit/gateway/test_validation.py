@@ -65,6 +65,35 @@ def test_harmless_fields_are_accepted_and_null_is_absent() -> None:
     chat(n=1, tools=[], tool_choice="none", response_format={"type": "text"}, logprobs=False, logit_bias={})
 
 
+def test_of_several_errors_the_first_in_the_body_is_told() -> None:
+    unknown = [f"unknown_{number}" for number in range(20)]
+    assert refused(**dict.fromkeys(unknown, 1))[0] == "unknown_0"
+    assert refused(**dict.fromkeys(reversed(unknown), 1))[0] == "unknown_19"
+    assert refused(prediction=1, tools=[1], moderation=1)[0] == "prediction"
+    assert refused(seed="x", top_k="x", min_tokens="x")[0] == "seed"
+    assert refused(min_tokens="x", top_k="x", seed="x")[0] == "min_tokens"
+
+
+def test_tool_calls_of_earlier_turns_are_refused_by_name_and_their_answers_are_messages() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    user, answer = {"role": "user", "content": "x"}, {"role": "tool", "tool_call_id": "c1", "content": "42"}
+    for message in (
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "assistant", "content": "I call f.", "tool_calls": [call]},
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+    ):
+        path, text = refused(messages=[user, message, answer])
+        assert path == f"messages[1].{'function_call' if 'function_call' in message else 'tool_calls'}"
+        assert "tools are not offered" in text
+    said = {"role": "assistant", "content": "I call f.", "tool_calls": []}
+    made = chat(messages=[user, said, answer]).prompt.chat.messages
+    assert [(message.role, message.parts[0].text) for message in made][1:] == [
+        ("assistant", "I call f."),
+        ("tool", "42"),
+    ]
+
+
 @pytest.mark.parametrize(
     "field",
     ["tools", "tool_choice", "functions", "logit_bias", "prediction", "reasoning_effort"],
