@@ -13,7 +13,7 @@ from gateway.admission import Entry, effective_priority
 from gateway.orchestrator import Orchestrator
 from gateway.processes.siblings import Siblings
 from gateway.request import RequestSpec, RequestState, TimelineEntry
-from gateway.request_list import list_requests
+from gateway.request_list import list_requests, merge_pages
 from gateway.router import Router
 from gateway.routes import RouteTable
 from omni.v1 import (
@@ -50,6 +50,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         self._siblings = siblings or Siblings()
         self._siblings.answer("abort", self._answer_abort)
         self._siblings.answer("request", self._answer_request)
+        self._siblings.answer("list", self._answer_list)
 
     async def Generate(  # noqa: N802 -- the proto's name
         self, request: inference_service_pb2.GenerateRequest, context: rpc.ServicerContext
@@ -110,8 +111,21 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     async def ListRequests(  # noqa: N802 -- the proto's name
         self, request: inference_service_pb2.ListRequestsRequest, context: rpc.ServicerContext
     ) -> inference_service_pb2.ListRequestsResponse:
-        """The requests of this gateway process."""
-        return list_requests(self._orchestrator.records(), request)
+        """The requests of all processes of this gateway."""
+        own = list_requests(self._orchestrator.records(), request)
+        answers = await self._siblings.ask("list", request=base64.b64encode(request.SerializeToString()).decode())
+        if not answers:
+            return own
+        others = [
+            inference_service_pb2.ListRequestsResponse.FromString(base64.b64decode(answer))
+            for answer in answers.values()
+        ]
+        return merge_pages([own, *others], request)
+
+    async def _answer_list(self, details: Mapping[str, Any]) -> str:
+        request = inference_service_pb2.ListRequestsRequest.FromString(base64.b64decode(details["request"]))
+        page = list_requests(self._orchestrator.records(), request)
+        return base64.b64encode(page.SerializeToString()).decode()
 
     async def GetRequest(  # noqa: N802 -- the proto's name
         self, request: inference_service_pb2.GetRequestRequest, context: rpc.ServicerContext

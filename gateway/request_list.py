@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from gateway.request import RequestRecord
@@ -34,13 +34,45 @@ def list_requests(records: Iterable[RequestRecord], request: pb.ListRequestsRequ
     for admitted_ns, record in page:
         response.requests.extend(_rows(record, admitted_ns))
     if len(left) > size:
-        admitted_ns, request_id = _place(page[-1])
-        response.next_page_token = f"{admitted_ns}.{request_id}"
+        response.next_page_token = _token(*_place(page[-1]))
     return response
+
+
+def merge_pages(pages: Iterable[pb.ListRequestsResponse], request: pb.ListRequestsRequest) -> pb.ListRequestsResponse:
+    """One page of those that several processes gave to the same, valid ``request``."""
+    pages = list(pages)
+    size = request.page_size or DEFAULT_PAGE
+    found = sorted((group for page in pages for group in _groups(page)), key=_row_place)
+    response = pb.ListRequestsResponse()
+    for group in found[:size]:
+        response.requests.extend(group)
+    # A page with a token is full, so there are enough. What a process left out comes after all that it told.
+    if len(found) > size or any(page.next_page_token for page in pages):
+        response.next_page_token = _token(*_row_place(found[size - 1]))
+    return response
+
+
+def _groups(page: pb.ListRequestsResponse) -> list[list[pb.RequestSummary]]:
+    """Requests, each with its companions."""
+    groups: list[list[pb.RequestSummary]] = []
+    for row in page.requests:
+        if row.parent_id and groups:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def _row_place(group: Sequence[pb.RequestSummary]) -> tuple[int, str]:
+    return group[0].admit_time.ToNanoseconds(), group[0].request_id
 
 
 def _place(found: tuple[int, RequestRecord]) -> tuple[int, str]:
     return found[0], found[1].request_id
+
+
+def _token(admitted_ns: int, request_id: str) -> str:
+    return f"{admitted_ns}.{request_id}"
 
 
 def _read_token(token: str) -> tuple[int, str]:

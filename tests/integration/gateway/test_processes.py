@@ -151,10 +151,13 @@ async def test_several_processes_are_one_gateway(
         assert [await gateway.chat(SINGLE) for _ in range(6)] == [429] * 6
         for _ in range(6):
             async with rpc.channel(parent.ready["grpc"]) as other:
-                found = await inference_service_pb2_grpc.InferenceServiceStub(other).GetRequest(
+                stub = inference_service_pb2_grpc.InferenceServiceStub(other)
+                found = await stub.GetRequest(
                     inference_service_pb2.GetRequestRequest(request_id="long"), metadata=_key(SINGLE)
                 )
                 assert found.status == "running"
+                listed = await stub.ListRequests(inference_service_pb2.ListRequestsRequest(), metadata=_key(ADMIN))
+                assert [row.request_id for row in listed.requests] == ["long"]
         async with rpc.channel(parent.ready["grpc"]) as other:
             stub = inference_service_pb2_grpc.InferenceServiceStub(other)
             for name, known in (("long", True), ("other", False)):

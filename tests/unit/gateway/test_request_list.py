@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.request import RequestRecord, TimelineEntry
-from gateway.request_list import list_requests
+from gateway.request_list import list_requests, merge_pages
 from omni.v1 import inference_service_pb2 as pb
 from omni.v1 import types_pb2
 from omnicore import errors
@@ -28,6 +28,24 @@ def test_pages_have_every_request_once_in_order() -> None:
             break
         assert len(page.requests) == 2
     assert seen == [f"r{number}" for number in range(7)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+def test_pages_of_several_processes_are_as_those_of_one(size: int) -> None:
+    every = [record(number, companions=("cfg_text",) if number % 3 == 0 else ()) for number in range(9)]
+    processes = [every[0:9:2], every[1:9:4], every[3:9:4], []]
+    tokens = {"one": "", "several": ""}
+    while True:
+        asked = {
+            name: pb.ListRequestsRequest(include_ended=True, page_size=size, page_token=token)
+            for name, token in tokens.items()
+        }
+        one = list_requests(every, asked["one"])
+        several = merge_pages([list_requests(part, asked["several"]) for part in processes], asked["several"])
+        assert several == one
+        if not one.next_page_token:
+            break
+        tokens = {"one": one.next_page_token, "several": several.next_page_token}
 
 
 def test_running_ones_only_unless_asked_and_by_pipeline() -> None:
