@@ -294,6 +294,9 @@ class Execution:
             if failures.is_data_gone(failure.error):
                 for producer in self._producers_named(failure):
                     producer.data_gone = True
+            unreachable = failures.unreachable_producer(failure.error)
+            if unreachable is not None and unreachable in self.works:
+                self._note_unreachable(self.works[unreachable])
             lost = failures.lost_producer(failure.error)
             if lost is not None and lost in self.works and not self.works[lost].finished:
                 for run in self.works[lost].runs:
@@ -301,6 +304,15 @@ class Execution:
         culprits = set(self._culprits(failed))
         self.tried |= culprits
         return culprits
+
+    def _note_unreachable(self, work: StageWork) -> None:
+        """A consumer cannot reach where ``work`` has finished: its replica owes nobody a sign of life, so nobody else
+        would notice. It is asked once more, since what is made again may come out differently, unless its heartbeats
+        say the same."""
+        if work.finished and work.runs:
+            work.unreachable += 1
+            if work.unreachable > 1 or not self._router.is_well(work.run.assignment.slot.claim):
+                work.data_gone = True
 
     def _producers_named(self, failure: _Failure) -> list[StageWork]:
         producers = [self.works[edge.from_stage] for edge in failure.run.work.step.inputs]

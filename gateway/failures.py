@@ -62,6 +62,12 @@ def lost_producer(error: errors.OmniError) -> int | None:
     return blamed_stage(error) if error.reason in _SILENT_PRODUCER else None
 
 
+def unreachable_producer(error: errors.OmniError) -> int | None:
+    """The producer that a consumer cannot reach, whatever became of it."""
+    peer = error.metadata.get("peer_stage", "")
+    return int(peer) if isinstance(error, errors.UnavailableError) and peer.isdigit() else None
+
+
 def waits_for(error: errors.OmniError) -> int | None:
     """The stage whose own failure is probably under way, since a consumer has noticed it."""
     for name in ("peer_stage", "stage"):

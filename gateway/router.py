@@ -186,6 +186,11 @@ class Router:
         view = self.table.replicas.get(claim[:3])
         return view is not None and view.epoch == claim[3] and view.routable
 
+    def is_well(self, claim: Claim) -> bool:
+        """As ``is_routable``, and nothing speaks against it."""
+        view = self.table.replicas.get(claim[:3])
+        return view is not None and view.epoch == claim[3] and view.routable and not view.suspect
+
     def ready_pipelines(self) -> dict[str, bool]:
         """Every pipeline, and whether each of its stages has a routable replica."""
         return {

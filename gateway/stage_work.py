@@ -163,7 +163,7 @@ class StageWork:
 
     __slots__ = (
         "counted", "data_gone", "emitted", "finish", "finished", "move", "old_runs", "resume_refused", "retains",
-        "roles", "runs", "started", "step", "timer", "turns",
+        "roles", "runs", "started", "step", "timer", "turns", "unreachable",
     )  # fmt: skip
 
     def __init__(self, step: StageStep, *, retains: bool, roles: tuple[str, ...] = ()) -> None:
@@ -189,6 +189,8 @@ class StageWork:
         """Its tokens are in the request's usage."""
         self.data_gone = False
         """A consumer could not read what it published."""
+        self.unreachable = 0
+        """How often a consumer could not reach the replica where it finished."""
         self.resume_refused = False
         self.move: Move | None = None
         """How it starts again; None: for the first time."""
@@ -231,6 +233,7 @@ class StageWork:
         self.runs = []
         self.finished = False
         self.data_gone = False
+        self.unreachable = 0
         self.move = move
 
     def end(self) -> None:

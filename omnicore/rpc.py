@@ -59,6 +59,13 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
 )
+_PEER_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 4_000),
+    ("grpc.http2.ping_timeout_ms", 4_000),
+)
+"""Of channels on which somebody waits for a peer whose silence nothing else tells of: noticed after 2 + 4 s. gRPC's own
+threads answer, however long a step of the engine takes."""
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -73,16 +80,21 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def channel(target: str, credentials: grpc.ChannelCredentials | None = None, server_name: str = "") -> grpc.aio.Channel:
+def channel(
+    target: str, credentials: grpc.ChannelCredentials | None = None, server_name: str = "", *, watched: bool = False
+) -> grpc.aio.Channel:
     """A channel to ``target`` ("host:port") with the project's options; plaintext without ``credentials``.
+
+    ``watched``: a peer that hangs is noticed within 6 s, not 13; for few channels, since it costs a ping every 2 s.
 
     The server's certificate must be for ``server_name``, or for the host of ``target`` if that is empty. Services
     connect through ``omnicore.security``, which knows when plaintext is allowed.
     """
+    options = tuple((dict(CHANNEL_OPTIONS) | dict(_PEER_OPTIONS)).items()) if watched else CHANNEL_OPTIONS
     if credentials is None:
-        return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        return grpc.aio.insecure_channel(target, options=options)
     named = (("grpc.ssl_target_name_override", server_name),) if server_name else ()
-    return grpc.aio.secure_channel(target, credentials, options=(*CHANNEL_OPTIONS, *named))
+    return grpc.aio.secure_channel(target, credentials, options=(*options, *named))
 
 
 class ErrorInterceptor(Interceptor):

@@ -97,9 +97,10 @@ class Security:
                     flag, f"plaintext only goes to loopback, and {target} is beyond it: {remedy}", reason="PLAINTEXT"
                 )
 
-    def channel(self, target: str, peer: Role) -> grpc.aio.Channel:
-        """A channel to the ``peer`` at ``target`` ("host:port"). Raises ``FailedPreconditionError`` where that would be
-        plaintext beyond loopback."""
+    def channel(self, target: str, peer: Role, *, watched: bool = False) -> grpc.aio.Channel:
+        """A channel to the ``peer`` at ``target`` ("host:port"); ``watched`` as ``rpc.channel`` has it.
+
+        Raises ``FailedPreconditionError`` where that would be plaintext beyond loopback."""
         if self._identity is None:
             if not self._may(target):
                 raise errors.FailedPreconditionError(
@@ -107,10 +108,10 @@ class Security:
                     reason="PLAINTEXT",
                     metadata={"address": target},
                 )
-            channel = rpc.channel(target)
+            channel = rpc.channel(target, watched=watched)
         else:
             credentials = self._identity.current().channel_credentials()
-            channel = rpc.channel(target, credentials, server_name=f"{peer}.{self._domain}")
+            channel = rpc.channel(target, credentials, f"{peer}.{self._domain}", watched=watched)
         if self._token is not None and peer is Role.CONTROL_PLANE:
             return TokenChannel(channel, self._token)
         return channel
@@ -122,6 +123,10 @@ class Security:
     def to_worker(self, target: str) -> grpc.aio.Channel:
         """``channel`` to a worker."""
         return self.channel(target, Role.WORKER)
+
+    def to_peer(self, target: str) -> grpc.aio.Channel:
+        """``channel`` between workers, whose requests wait for each other's data: one that hangs is soon noticed."""
+        return self.channel(target, Role.WORKER, watched=True)
 
     # --- serving ----------------------------------------------------------------------------------------------------
 

@@ -87,7 +87,7 @@ class Worker:
         self.failure: OmniError | None = None
         """Why this worker must end, if that is an error."""
         self.identity = Identity(types_pb2.StageRef(pipeline=pipeline.name, stage_id=stage.stage_id), "")
-        self.channels = PeerChannels(clock, self._security.to_worker, lambda: self._security.version)
+        self.channels = PeerChannels(clock, self._security.to_peer, lambda: self._security.version)
         self.parts = self._make_parts(pipeline, stage, engine_factory(stage, config.devices))
         self.parts.calls.refusal = UnavailableError("this replica is still loading", reason="STARTING")
         engine, connectors, progress = self.parts.engine, self.parts.connectors, self.parts.progress

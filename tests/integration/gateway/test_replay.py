@@ -442,6 +442,31 @@ async def test_the_only_consumer_of_a_lost_producer_is_not_blamed_for_what_it_co
         await stand.settled()
 
 
+async def test_who_finished_and_cannot_be_reached_is_asked_once_more_then_its_work_is_done_elsewhere() -> None:
+    """It owes nobody a sign of life, so nothing but its consumer tells that it hangs."""
+
+    async def listens(call: Call) -> None:
+        if call.request.attempt < 2:
+            (execution,) = [state.stoppable.execution for state in stand.gateway.orchestrator.running.values()]  # type: ignore[union-attr]
+            await wait_until(lambda: execution.works[0].finished, what="the thinker has finished")
+            call.fail(errors.UnavailableError("ping timeout", reason="PEER_LOST", metadata={"peer_stage": 0}))
+        else:
+            call.finish()
+
+    async def sounds(call: Call) -> None:
+        if call.request.attempt < 2:
+            await waits(call)
+        await speak(call)
+
+    async with running_stand(speech_pipeline()) as stand:
+        stages = await speech_workers(stand, [silent, listens, sounds])
+        status, _ = await stand.chat("speech", modalities=["audio"])
+        assert status == 200
+        attempts = [sorted(call.attempt for worker in stage for call in worker.calls) for stage in stages]
+        assert attempts == [[0, 2], [0, 1, 2], [0, 1, 2]]
+        await stand.settled()
+
+
 async def test_an_edge_that_stays_silent_moves_its_producer() -> None:
     async def thinks(call: Call) -> None:
         if call.request.attempt == 0:
