@@ -1,6 +1,7 @@
 """The consumer's side of flows: one ``Subscribe`` stream per peer worker, shared by all requests.
 
-Opens, acknowledgements and cancels of one turn of the event loop leave in one message. A broken stream fails all its
+Opens and cancels of one turn of the event loop leave in one message, and acknowledgements with them, or soon by
+themselves: no producer waits for one before half of its window is used. A broken stream fails all its
 flows at once, naming the peer; the next open makes a new stream. A flow that stays silent too long, or skips a chunk,
 fails with the chunk's number, and its producer is told. A payload is valid until the next one is asked for; asking
 acknowledges it.
@@ -36,6 +37,10 @@ from stage_worker.reading import Reading, Reads
 
 _log = get_logger(__name__)
 
+ACK_DELAY_S = 0.004
+"""Acknowledgements of many flows leave together: a message costs as much as a chunk. Meanwhile the producer holds what
+was read."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peer:
@@ -62,9 +67,11 @@ class FlowReader:
     """The chunks of one flow as payloads. Close it on every path: that frees what the producer still holds. What it
     cannot read, the producer is told, with the reason."""
 
-    def __init__(self, link: _Link, reading: Reading) -> None:
+    def __init__(self, link: _Link, reading: Reading, window: int) -> None:
         self.edge = reading.edge
         self._link = link
+        self._window = window
+        self._acks = self._frame = 0  # acknowledged in the link's frame of that number
         self._reading = reading
         self._chunks: collections.deque[pb.Chunk] = collections.deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -186,7 +193,11 @@ class FlowReader:
             await self._reading.close(self._expected - 1)
         except OmniError as error:
             raise self._give_up(error, located=True) from error
-        self._link.acknowledge(self.edge, self._expected - 1)
+        link = self._link
+        if self._frame != link.frames:
+            self._frame, self._acks = link.frames, 0
+        self._acks += 1
+        link.acknowledge(self.edge, self._expected - 1, soon=0 < self._window <= 2 * self._acks)
 
     def _give_up(self, error: OmniError, *, located: bool = False) -> OmniError:
         """Nothing more is read, because of ``error``: the producer hears why, so that it stops."""
@@ -213,20 +224,27 @@ class _Link:
     def __init__(self, peer: Peer, first: pb.SubscribeRequest) -> None:
         self.peer = peer
         self.broken = False
+        self.frames = 0
+        """How many messages have left."""
         self._flows: dict[ReaderKey, FlowReader] = {}
         self._request = first
         self._wakeup = asyncio.Event()
         self._scheduled = False
+        self._timer: asyncio.TimerHandle | None = None
 
     def open(self, reader: FlowReader, window: int) -> None:
         self._flows[reader_key(reader.edge)] = reader
         self._request.opens.add(edge=reader.edge, window=window)
         self._schedule()
 
-    def acknowledge(self, edge: transfer_pb2.EdgeRef, sequence: int) -> None:
-        if not self.broken:
-            self._request.acks.add(edge=edge, sequence=sequence)
+    def acknowledge(self, edge: transfer_pb2.EdgeRef, sequence: int, *, soon: bool) -> None:
+        if self.broken:
+            return
+        self._request.acks.add(edge=edge, sequence=sequence)
+        if soon:
             self._schedule()
+        elif self._timer is None and not self._scheduled:
+            self._timer = asyncio.get_running_loop().call_later(ACK_DELAY_S, self._schedule)
 
     def forget(self, reader: FlowReader, *, cancel: bool) -> None:
         key = reader_key(reader.edge)
@@ -270,6 +288,7 @@ class _Link:
     def fail(self, cause: BaseException | None) -> None:
         """Nothing comes any more: every flow has failed, because of ``cause``."""
         self.broken = True
+        self._stop_timer()
         why = from_exception(cause).message if cause is not None else "the stream ended"
         for reader in list(self._flows.values()):
             reader.fail(
@@ -282,9 +301,15 @@ class _Link:
         self._flows.clear()
 
     def _schedule(self) -> None:
+        self._stop_timer()
         if not self._scheduled:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._wakeup.set)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     async def _write(self, call: grpc.aio.StreamStreamCall[pb.SubscribeRequest, pb.SubscribeResponse]) -> None:
         # A write on a broken stream fails; the reader of the same stream gets the reason.
@@ -294,6 +319,7 @@ class _Link:
                 self._wakeup.clear()
                 self._scheduled = False
                 request, self._request = self._request, pb.SubscribeRequest()
+                self.frames += 1
                 await call.write(request)
 
 
@@ -325,7 +351,7 @@ class PeerLinks:
             task.add_done_callback(self._tasks.discard)
         if link.is_reading(edge):
             raise UnavailableError(f"flow {edge.from_stage}→{edge.to_stage} of {edge.request_id} is being read")
-        reader = FlowReader(link, self._reads.begin(edge, peer.name))
+        reader = FlowReader(link, self._reads.begin(edge, peer.name), source.window)
         link.open(reader, source.window)
         return reader
 

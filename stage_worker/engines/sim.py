@@ -267,7 +267,7 @@ class SimEngine:
     def _fails_at(self, digest: int) -> int:
         options = self._options
         rate = options.fail_rate if options.fail_rate >= 0 else float(options.fail_after_tokens >= 0)
-        if random.Random(f"fail|{options.seed}|{digest}").random() >= rate:
+        if rate <= 0 or random.Random(f"fail|{options.seed}|{digest}").random() >= rate:
             return -1
         return max(0, options.fail_after_tokens)
 
