@@ -14,11 +14,13 @@ from bench.faults_load import Client, Outcome, count_errors, difference
 from bench.faults_ours import SPEECH, STAGES, Cluster, Launcher, Unit, omnictl, until
 
 STREAMS = 16
-_TTFT_MS, _ITL_MS = 20, 10
+_TTFT_MS, _ITL_MS = 20, 20
+_BUSY_ITL_MS = 10
+"""At this pace two cores are nearly busy without any fault, and what is made again has to wait for them."""
 _PATIENCE_S = 60.0
 _RESTART_S = 120.0
 _NAMES = {1: "talker", 2: "code2wav"}
-PARTS = tuple(f"{name} {how}" for name in _NAMES.values() for how in ("killed", "hung"))
+PARTS = tuple(f"{name} {how}" for name in _NAMES.values() for how in ("killed", "hung", "killed, busy"))
 """Of F4."""
 
 
@@ -51,24 +53,32 @@ def _wrong_audio(got: bytes, right: bytes) -> str:
 
 async def lost_downstream(run_dir: Path) -> dict[str, dict[str, Any]]:
     """F4: a talker or a code2wav, killed or hung when half of the audio has come."""
+    paced = await _lost_downstream(run_dir / "paced", _ITL_MS, ("killed", "hung"))
+    busy = await _lost_downstream(run_dir / "busy", _BUSY_ITL_MS, ("killed",))
+    return paced | {f"{part}, busy": result for part, result in busy.items()}
+
+
+async def _lost_downstream(run_dir: Path, itl_ms: float, faults: Sequence[str]) -> dict[str, dict[str, Any]]:
     results: dict[str, dict[str, Any]] = {}
     async with (
-        Cluster(run_dir, SPEECH, ttft_ms=_TTFT_MS, itl_ms=_ITL_MS) as cluster,
+        Cluster(run_dir, SPEECH, ttft_ms=_TTFT_MS, itl_ms=itl_ms) as cluster,
         Client(cluster.port, SPEECH, timeout_s=_PATIENCE_S) as client,
     ):
+        await _speak(client)  # workers meet each other
         right = await _speak(client)
         if bad := [outcome.error for outcome in right if outcome.error or not outcome.audio]:
             raise RuntimeError(f"the undisturbed run failed: {bad}")
         normal_s = statistics.median(outcome.took_s for outcome in right)
         half = sum(len(outcome.audio) for outcome in right) / 2
         for stage_id, name in _NAMES.items():
-            for how, fault in (("killed", cluster.kill), ("hung", cluster.freeze)):
+            for how in faults:
                 victim = cluster.of_stage(stage_id)[1]
-                found = await _disturbed(client, half, fault, victim)
+                found = await _disturbed(client, half, cluster.kill if how == "killed" else cluster.freeze, victim)
                 delivered = [len(outcome.audio) for outcome in found]
                 result = {
                     "requests": len(found),
                     "exact": _compared(found, right),
+                    "normal_ms": normal_s * 1e3,
                     "slower_ms": (max(outcome.took_s for outcome in found) - normal_s) * 1e3,
                     "audio_bytes": sum(delivered),
                     "audio_sha256": hashlib.sha256(b"".join(outcome.audio for outcome in right)).hexdigest()[:16],
@@ -102,7 +112,7 @@ async def _disturbed(client: Client, half: float, fault: Callable[[Unit], None],
 async def rolling_restart(run_dir: Path) -> dict[str, Any]:
     """F6: every replica, one after the other, under load."""
     async with (
-        Cluster(run_dir, SPEECH, ttft_ms=_TTFT_MS, itl_ms=_ITL_MS) as cluster,
+        Cluster(run_dir, SPEECH, ttft_ms=_TTFT_MS, itl_ms=_BUSY_ITL_MS) as cluster,
         Client(cluster.port, SPEECH, timeout_s=_PATIENCE_S) as client,
     ):
         right = await _speak(client)

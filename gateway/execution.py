@@ -44,6 +44,8 @@ from omnicore.turns import Turn
 
 _log = get_logger(__name__)
 
+LOSS_PAUSE_S = 0.005
+"""In which a request hears what else was lost with the first replica; what it hears later is another attempt."""
 NEIGHBOUR_WAIT_S = 0.3
 """A consumer often reports its producer's death before we hear of it ourselves; both are connections that break."""
 
@@ -266,11 +268,14 @@ class Execution:
 
     async def _gather(self) -> None:
         """Let all hear what else has failed: one lost worker is often reported by its neighbours as well."""
-        if len(self.works) == 1 and all(not failures.needs_budget(failure.error) for failure in self._failures):
+        only_losses = not any(failures.needs_budget(failure.error) for failure in self._failures)
+        if len(self.works) == 1 and only_losses:
             return
+        first = self._backoff is None
         if self._backoff is None:
             self._backoff = Backoff(initial_s=0.02, max_s=0.5)
-        await asyncio.sleep(self._backoff.next_delay_s())
+        # Who is gone is not spared by waiting.
+        await asyncio.sleep(LOSS_PAUSE_S if first and only_losses else self._backoff.next_delay_s())
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + NEIGHBOUR_WAIT_S
         while not self._stopped and (left_s := deadline_s - loop.time()) > 0 and self._neighbour_fails():
