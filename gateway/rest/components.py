@@ -31,6 +31,11 @@ _SAMPLING: Final[Mapping[str, Schema]] = {
 }
 _EXTENSIONS: Final[Mapping[str, Schema]] = {
     "session_id": text("Extension. Requests of one session go to the same replicas.", maxLength=256),
+    "session_policy": text(
+        "Extension, with `session_id`. What if a replica of the session is gone: refuse, or go on at another.",
+        "strict",
+        "rebind",
+    ),
     "timeout": {"type": "number", "exclusiveMinimum": 0, "description": "Extension. Give up after so many seconds."},
     "priority": whole("Extension. Within what the caller's API key allows."),
 }
@@ -59,6 +64,7 @@ _STREAM: Final[Mapping[str, Schema]] = {
     "stream_options": given(
         "", "Only with `stream`.",
         include_usage=flag("One more event before the end tells the usage."), include_obfuscation=flag("No effect."),
+        continuous_usage_stats=flag("Extension. With `include_usage`: every event tells the usage so far."),
     ),
 }  # fmt: skip
 
