@@ -84,11 +84,12 @@ class Process:
         """The content of its ready file, once it is there. Raises ``ProcessEndedError`` or ``TimeoutError``."""
         async with asyncio.timeout(timeout_s):
             while True:
+                code = self._process.poll()  # before the look at the file: it may write that and end in between
                 # The file appears whole (it is renamed into place), so what can be read is complete.
                 with contextlib.suppress(FileNotFoundError):
                     content: dict[str, Any] = orjson.loads(self._files.ready.read_bytes())
                     return content
-                if (code := self._process.poll()) is not None:
+                if code is not None:
                     raise ProcessEndedError(code)
                 await asyncio.sleep(_POLL_S)
 

@@ -50,7 +50,8 @@ class Spec:
     stop_grace_s: float
     """Between being asked to stop and being killed."""
     pin: Callable[[dict[str, Any]], tuple[str, ...]] = lambda _: ()
-    """Further arguments for restarts, from the first ready file: the addresses that others know it by."""
+    """Further arguments for restarts, from a ready file: what others know it by. It is the first one, and the latest
+    where a restart was asked for: whoever did waits for it under the name that it had last."""
     describe: Callable[[dict[str, Any]], str] = lambda _: ""
     """Where it serves, for people, from its ready file."""
     may_leave: bool = False
@@ -186,10 +187,11 @@ class Supervisor:
         files = Files(self.log_path(spec.name), self.run_dir / "ready" / f"{spec.name.replace('/', '-')}.json")
         files.ready.parent.mkdir(parents=True, exist_ok=True)
         pinned: tuple[str, ...] = ()
+        awaited: tuple[str, ...] = ()
         while True:
-            flags = ("--ready-file", str(files.ready), "--die-with-parent")
+            flags = (*(awaited or pinned), "--ready-file", str(files.ready), "--die-with-parent")
             member.started_s = self._clock.monotonic()
-            process = Process.start((*self._program, *spec.arguments, *pinned, *flags), files, spec.environ())
+            process = Process.start((*self._program, *spec.arguments, *flags), files, spec.environ())
             member.process = process
             member.starts += 1
             self._guard(member)
@@ -210,7 +212,7 @@ class Supervisor:
                 if not first.done():
                     pinned = spec.pin(member.ready)
                     first.set_result(member.ready)
-                served = True
+                served, awaited = True, ()
                 code = await process.wait()
                 why = end_text(code)
             if not first.done():
@@ -223,6 +225,7 @@ class Supervisor:
                 return
             if served and code == RESTART_EXIT_CODE:
                 self._set(member, State.RESTARTING, f"{spec.name} was asked to restart")
+                awaited = spec.pin(member.ready)
                 continue
             delay_s = policy.after_end()
             self._report_end(member, process, why, delay_s, looping=policy.looping)

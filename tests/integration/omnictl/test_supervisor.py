@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -25,6 +26,10 @@ def serve():
         json.dump({"pid": os.getpid(), "arguments": sys.argv[1:]}, file)
     os.rename(ready + ".tmp", ready)
 print("doing", what, flush=True)
+if what == "awaited":
+    with open(ready + ".starts", "a") as file:
+        print(json.dumps([os.getpid(), sys.argv[3] if sys.argv[2] == "--pinned" else None]), file=file)
+    number = len(open(ready + ".starts").readlines())
 if what == "fail":
     print("no such model", flush=True); sys.exit(3)
 if what == "hang":
@@ -41,6 +46,9 @@ if what == "leave":
     sys.exit(0)
 if what == "restart" and "--pinned" not in sys.argv:
     sys.exit(75)
+if what == "awaited":
+    if number < 4:
+        sys.exit({1: 4, 2: 75, 3: 4}[number])
 if what == "environment":
     print("it is", os.environ["WHO"], flush=True)
 time.sleep(60)
@@ -153,6 +161,17 @@ async def test_one_that_asks_for_a_restart_gets_it_at_once(world: _World) -> Non
     await wait_until(lambda: world.state("it") is State.READY, what="readiness")
     assert world.said[0] == "it was asked to restart"
     assert world.said[1].startswith("it is ready again")
+
+
+async def test_a_restart_that_was_asked_for_comes_back_as_what_it_was_last(world: _World) -> None:
+    """A killed worker comes back under another id while its claim still stands; a restart then waits for that id."""
+    await world.supervisor.launch(_spec("awaited"))
+    member = world.supervisor.members["it"]
+    await wait_until(lambda: member.starts == 4 and member.state is State.READY, what="the fourth start")
+    told = (world.supervisor.run_dir / "ready" / "it.json.starts").read_text()
+    starts = [json.loads(line) for line in told.splitlines()]
+    pids = [pid for pid, _ in starts]
+    assert [pinned for _, pinned in starts] == [None, str(pids[0]), str(pids[1]), str(pids[0])]
 
 
 async def test_a_crash_loop_may_be_tried_again_later(tmp_path: Path) -> None:
