@@ -108,6 +108,8 @@ async def test_a_greedy_answer_is_right_streamed_and_the_same_twice(engine: Engi
     assert finish.prompt_tokens > 30
     assert finish.completion_tokens == sum(len(output.token_ids) for output in first)
     assert all(output.finish is None for output in first[:-1])
+    told = [output.prompt_tokens for output in first if output.token_ids]
+    assert told == [finish.prompt_tokens, *[0] * (len(told) - 1)], "the first tokens tell of the prompt"
 
 
 async def test_length_stop_texts_and_token_prompts(engine: Engine) -> None:
