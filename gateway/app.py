@@ -110,6 +110,7 @@ class Gateway:
         self._routing = RouterServicer(self.router, self.routes, self.siblings)
         self._rest: RestApi | None = None
         self._http: HttpServer | None = None
+        self._drain_until_s = 0.0
         self._grpc: rpc.RunningServer | None = None
 
     async def start(self) -> dict[str, str]:
@@ -164,13 +165,19 @@ class Gateway:
             await self._grpc.set_serving(False)
         if self._rest is not None:
             self._rest.stop()
+        self._drain_until_s = asyncio.get_running_loop().time() + self.config.drain_timeout_s
         done = await self.orchestrator.drain(self.config.drain_timeout_s)
         _log.info("drained" if done else "drain timeout: the requests still running have failed")
 
     async def close(self) -> None:
-        """Close servers, requests, sessions and watches, in this order."""
+        """Close servers, requests, sessions and watches, in this order. Clients that have not taken all of their
+        answers get what is left of the drain timeout."""
+        left_s = max(0.0, self._drain_until_s - asyncio.get_running_loop().time())
+        taken = self._inference.taken(left_s)
         if self._http is not None:
-            await self._http.close()
+            await asyncio.gather(self._http.close(sending_s=left_s), taken)
+        else:
+            await taken
         if self._grpc is not None:
             await self._grpc.stop(grace_s=1.0)
         await self.siblings.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -47,6 +49,9 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         self._router = router
         self._request_timeout_s = request_timeout_s
         self._max_prompt_bytes = max_prompt_bytes
+        self._calls = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._siblings = siblings or Siblings()
         self._siblings.answer("abort", self._answer_abort)
         self._siblings.answer("request", self._answer_request)
@@ -58,6 +63,8 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         """Run one request; cancelling the call aborts it."""
         spec = self._spec(request, dict(context.invocation_metadata() or ()))
         state = await self._orchestrator.submit(spec)
+        self._calls += 1
+        self._idle.clear()
         try:
             while True:
                 events = await state.next()
@@ -70,6 +77,15 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
             if state.replays:
                 context.set_trailing_metadata((("x-omniplane-replays", str(state.replays)),))
             state.abort("the client cancelled the call")
+            self._calls -= 1
+            if not self._calls:
+                self._idle.set()
+
+    async def taken(self, timeout_s: float) -> None:
+        """Return when every client of ``Generate`` has taken all of its answer, or it took too long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
 
     async def Abort(  # noqa: N802 -- the proto's name
         self, request: inference_service_pb2.InferenceServiceAbortRequest, context: rpc.ServicerContext

@@ -264,6 +264,13 @@ class Connection(asyncio.Protocol):
         self._shut()
         return True
 
+    @property
+    def sending(self) -> bool:
+        """Its client is taking a response that has begun."""
+        if self._current is not None and self._current.started:
+            return True
+        return self._transport is not None and not self.lost and self._transport.get_write_buffer_size() > 0
+
     def kill(self) -> asyncio.Task[None] | None:
         """End at once, in mid-response if need be; what still runs is cancelled and returned."""
         task = self._task

@@ -54,9 +54,9 @@ class HttpServer:
             lambda: self._protocol(self._app, self), sock=self._socket, ssl=self._tls, backlog=_BACKLOG
         )
 
-    async def close(self, grace_s: float = _CLOSE_GRACE_S) -> None:
-        """Stop listening and close idle connections; responses that are being made get ``grace_s`` to end, then they
-        break. Drain requests before."""
+    async def close(self, grace_s: float = _CLOSE_GRACE_S, *, sending_s: float = 0.0) -> None:
+        """Stop listening and close idle connections; what is under way gets ``grace_s`` to end, and responses that have
+        begun ``sending_s`` if that is longer, then they break. Drain requests before."""
         self.closing = True
         if self._server is None:
             self._socket.close()
@@ -65,13 +65,25 @@ class HttpServer:
         server.close()
         for connection in list(self._connections):
             connection.close_if_idle()
+        if await self._closed_within(grace_s):
+            return
+        await self._kill([connection for connection in self._connections if not connection.sending])
+        if not await self._closed_within(sending_s - grace_s):
+            await self._kill(list(self._connections))
+            await self._closed()
+
+    async def _kill(self, connections: list[Connection]) -> None:
+        killed = [connection.kill() for connection in connections]
+        await asyncio.gather(*(task for task in killed if task is not None), return_exceptions=True)
+
+    async def _closed_within(self, seconds: float) -> bool:
+        """False if some connections are still open then."""
         try:
-            async with asyncio.timeout(grace_s):
+            async with asyncio.timeout(max(0.0, seconds)):
                 await self._closed()
         except TimeoutError:
-            killed = [connection.kill() for connection in list(self._connections)]
-            await asyncio.gather(*(task for task in killed if task is not None), return_exceptions=True)
-            await self._closed()
+            return False
+        return True
 
     async def _closed(self) -> None:
         while self._connections:

@@ -70,6 +70,7 @@ class RestApi:
         self._admit = admit
         self._limits = limits
         self._running: set[_Guard] = set()
+        self._stopping = False
         self._local = local
         self._control_plane = control_plane
 
@@ -96,8 +97,9 @@ class RestApi:
 
     def stop(self) -> None:
         """End the streams of control planes, which have no end of their own: the gateway stops."""
+        self._stopping = True
         for guard in tuple(self._running):
-            guard.stop(errors.UnavailableError("the gateway is shutting down", reason="SHUTTING_DOWN", retry_after_s=1))
+            guard.stop(_shutting_down())
 
     async def _handle(self, exchange: Exchange) -> None:
         found = self.table.find(exchange.method, exchange.raw_path)
@@ -126,6 +128,8 @@ class RestApi:
             await exchange.respond(200, response, (_JSON,))
             return
         if route.method.containing_service in CONTROL_SERVICES:  # our own end with the requests they are of
+            if self._stopping:
+                raise _shutting_down()
             self._running.add(guard)
         try:
             await self._stream(exchange, route, backend.stream(route, request, metadata), guard)
@@ -167,6 +171,10 @@ class RestApi:
             if typed is not error:
                 _log.exception("stream failed", method=route.full_name)
             await writer.error(typed)
+
+
+def _shutting_down() -> errors.UnavailableError:
+    return errors.UnavailableError("the gateway is shutting down", reason="SHUTTING_DOWN", retry_after_s=1)
 
 
 class _StalledError(Exception):

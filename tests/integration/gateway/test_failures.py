@@ -357,6 +357,8 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new(stand: Stand) -
         assert response.status == 200
     status, body = await stand.chat("text")
     assert (status, body["error"]["code"]) == (503, "gateway_draining")
+    async with stand.http.get("/api/v1/replicas:watch") as response:
+        assert (response.status, response.headers["retry-after"]) == (503, "1"), "it would be cut off at the end"
     go.set()
     assert (await asking)[0] == 200
     await draining

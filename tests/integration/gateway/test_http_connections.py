@@ -236,6 +236,19 @@ async def test_a_stream_is_chunked_and_leaves_piece_by_piece(site: Site) -> None
     assert (await reader.read()).endswith(b"empty")
 
 
+async def test_a_closing_server_waits_longer_for_who_still_takes_a_response(site: Site) -> None:
+    reader, _ = await site.open(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
+    await reader.readuntil(b"3\r\none\r\n")
+    late, _ = await site.open(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n")
+    await wait_until(lambda: site.server.open_connections == 2, what="both connections")
+    closing = asyncio.create_task(site.server.close(grace_s=0.05, sending_s=30.0))
+    with contextlib.suppress(ConnectionResetError):
+        await asyncio.wait_for(late.read(), 30)  # its request is not even complete
+    site.pages.go.set()
+    await reader.readuntil(b"3\r\ntwo\r\n0\r\n\r\n")
+    await closing
+
+
 async def test_http_1_0_gets_a_bare_body_and_the_end_of_the_connection(site: Site) -> None:
     site.pages.go.set()
     status, head, body = await site.ask(b"GET /stream HTTP/1.0\r\nconnection: keep-alive\r\n\r\n")
