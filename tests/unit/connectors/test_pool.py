@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from connectors import memory
 from connectors.peers import PeerPools
 from connectors.pool import HEADER, MemfdPool, PoolSlot, boot_id, fingerprint, process_start_ticks
 from omni.v1 import transfer_pb2
@@ -49,6 +50,43 @@ def number_of(pool: MemfdPool) -> int:
     slot, handle = publish(pool, b"")
     slot.free()
     return handle.shm.fd
+
+
+def mapped_bytes(inode: int) -> int:
+    """How much of a file's pages this process has in its page tables."""
+    sizes, ours = [], False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            ours = words[4] == str(inode)
+        elif ours and words[0] == "Rss:":
+            sizes.append(int(words[1]) * 1024)
+    assert sizes, "it is not mapped at all"
+    return sum(sizes)
+
+
+def test_pages_are_there_but_not_mapped_before_they_are_used() -> None:
+    """A killed process has its pages unmapped before its connections are closed: fewer pages, earlier news."""
+    pool = MemfdPool(4096 * PAGE)
+    try:
+        slot, handle = publish(pool, b"x" * PAGE)
+        found = Path(f"/proc/self/fd/{handle.shm.fd}").stat()
+        assert found.st_blocks * 512 >= pool.size_bytes
+        assert PAGE <= mapped_bytes(found.st_ino) <= pool.size_bytes // 8
+        slot.free()
+    finally:
+        pool.close()
+
+
+def test_memory_that_is_not_there_after_all_is_told() -> None:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        fcntl.fcntl(fd, 1033, 0x8)  # F_ADD_SEALS, F_SEAL_WRITE: every write fails
+        with pytest.raises(errors.ResourceExhaustedError, match="a test of 8192 bytes does not fit") as caught:
+            memory.fill(fd, 8192, "a test")
+        assert caught.value.reason == "HOST_MEMORY"
+    finally:
+        os.close(fd)
 
 
 def test_pool_is_private_sealed_and_present(pool: MemfdPool) -> None:
