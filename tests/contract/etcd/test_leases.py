@@ -66,7 +66,7 @@ async def test_kept_lease_outlives_its_ttl_and_ends_without_renewal() -> None:
 async def test_revoked_lease_is_lost_once() -> None:
     async with etcd_server() as etcd, EtcdClient([etcd.endpoint]) as client:
         lost: list[int] = []
-        one, two = await client.grant_lease(60), await client.grant_lease(60)
+        one, two = await client.grant_lease(15), await client.grant_lease(60)  # the loss is found after a third of it
         for lease in (one, two):
             client.keep_alive(lease.lease_id, lease.ttl_s, lost.append)
         etcd.ctl("lease", "revoke", f"{one.lease_id:x}")
