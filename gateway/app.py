@@ -139,7 +139,9 @@ class Gateway:
             # The kernel sends us connections from the moment that we listen: first know what there is.
             await self._heard_of_the_cluster()
             await self.siblings.start()
-        self._http = HttpServer(app, http_host, http_port, tls=self._https, reuse_port=shared)
+        self._http = HttpServer(
+            app, http_host, http_port, tls=self._https, reuse_port=shared, answer_now=app.answer_now
+        )
         grpc_host, grpc_port = configuration.split_host_port(self.config.grpc)
         self._grpc = await rpc.serve(
             self._add_servicers,

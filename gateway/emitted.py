@@ -5,28 +5,29 @@ from __future__ import annotations
 from omni.v1 import stage_service_pb2
 from omnicore import errors
 
-# Most answers never pay for the sums: events are only kept, and read when this many have come, or when asked. They cost
-# some 150 bytes each: 40 kB for a request.
-_FOLD_EVERY = 256
+FOLD_EVERY = 256
+"""Most answers never pay for the sums: events are only kept, and read when this many have come, or when asked. They
+cost some 150 bytes each: 40 kB for a request."""
 
 
 class Emitted:
     """The output of one stage of a request so far, over all its runs."""
 
-    __slots__ = ("_pieces", "_recent", "_token_ids", "has_media_info", "media_bytes")
+    __slots__ = ("_pieces", "_token_ids", "has_media_info", "media_bytes", "recent")
 
     def __init__(self) -> None:
         self.media_bytes = 0
         self.has_media_info = False
         self._pieces: list[str] = []
         self._token_ids: list[int] = []
-        self._recent: list[stage_service_pb2.StageEvent] = []
+        self.recent: list[stage_service_pb2.StageEvent] = []
+        """Not summed up yet; always this very list. Who appends to it himself, to save a call, calls ``fold``."""
 
     def add(self, event: stage_service_pb2.StageEvent) -> None:
         """Text or tokens were passed on."""
-        self._recent.append(event)
-        if len(self._recent) >= _FOLD_EVERY:
-            self._fold()
+        self.recent.append(event)
+        if len(self.recent) >= FOLD_EVERY:
+            self.fold()
 
     def add_media(self, event: stage_service_pb2.StageEvent) -> None:
         """Media was passed on, maybe with text."""
@@ -34,13 +35,13 @@ class Emitted:
         if event.HasField("media_info"):
             self.has_media_info = True
         if event.text or event.token_ids:
-            self._fold()  # what came before it
+            self.fold()  # what came before it
             self._pieces_of(event)
 
     @property
     def text(self) -> str:
         """All of it."""
-        self._fold()
+        self.fold()
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
@@ -48,13 +49,13 @@ class Emitted:
     @property
     def token_ids(self) -> list[int]:
         """All of them. Not a copy."""
-        self._fold()
+        self.fold()
         return self._token_ids
 
     @property
     def anything(self) -> bool:
         """The client's output has something of this stage."""
-        return bool(self._recent or self._pieces or self._token_ids or self.media_bytes)
+        return bool(self.recent or self._pieces or self._token_ids or self.media_bytes)
 
     @property
     def resumable(self) -> bool:
@@ -63,12 +64,15 @@ class Emitted:
 
     def clear(self) -> None:
         """The output was taken back."""
-        self.__init__()  # type: ignore[misc]
+        self.media_bytes, self.has_media_info = 0, False
+        self._pieces, self._token_ids = [], []
+        self.recent.clear()
 
-    def _fold(self) -> None:
-        recent, self._recent = self._recent, []
-        for event in recent:
+    def fold(self) -> None:
+        """Sum up what is ``recent``."""
+        for event in self.recent:
             self._pieces_of(event)
+        self.recent.clear()
 
     def _pieces_of(self, event: stage_service_pb2.StageEvent) -> None:
         if event.text:

@@ -26,9 +26,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from gateway import cfg, failures
+from gateway.direct import DirectRequest
 from gateway.emitted import Skip
 from gateway.execution_parts import ExecutionParts
 from gateway.replay import Move, plan_restart, spoils_output
+from gateway.replica_session import ReplicaSession
 from gateway.replica_table import Claim, StageKey
 from gateway.request import RequestState
 from gateway.router import Source
@@ -96,6 +98,17 @@ class Execution:
         self._replayed_stages: list[int] = []
         self._backoff: Backoff | None = None
         self._stopped = False
+
+    def adopt(self, state: DirectRequest, error: errors.OmniError) -> None:
+        """Its one call was begun without us, and has failed: go on as if it had been begun here."""
+        (work,) = self._ready
+        self._ready = []
+        work.started = True
+        work.emitted = state.emitted
+        run = self._new_run(work, "", state.assignment, state.session)
+        run.call_id, run.session_breaks = state.call_id, state.session_breaks
+        work.runs.append(run)
+        run.on_error(error)
 
     def advance(self) -> bool:
         """Call what is ready, if nothing has to be waited for; False if ``run`` has to go on."""
@@ -502,8 +515,10 @@ class Execution:
         )
         self.state.end("failed", error)  # stops this as well
 
-    def _new_run(self, work: StageWork, role: str, assignment: Assignment) -> StageRun:
-        session = assignment.slot.session
+    def _new_run(
+        self, work: StageWork, role: str, assignment: Assignment, session: ReplicaSession | None = None
+    ) -> StageRun:
+        session = session or assignment.slot.session
         if session is None:
             raise errors.UnavailableError(f"replica {assignment.slot.key} has no session", reason="REPLICA_LOST")
         run = StageRun(self, self.state, work, assignment, session, role)

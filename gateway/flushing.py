@@ -40,24 +40,34 @@ class Flusher:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._ready: list[Flushable] = []
+        self.ready: list[Flushable] = []
+        """Who is called at the end of this turn. Who appends to it himself, to save a call, calls ``wake`` if he is the
+        first."""
         self._early: list[Flushable] = []
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, item: Flushable) -> None:
         """Flush ``item`` at the end of this turn, or when its gap is over. Add it once until then."""
-        self._ready.append(item)
-        if len(self._ready) == 1:
-            self._loop.call_soon(self._run)
+        if not self.ready:
+            self.wake()
+        self.ready.append(item)
+
+    def wake(self) -> None:
+        """Somebody is ``ready``."""
+        self._loop.call_soon(self._run)
 
     def _run(self) -> None:
-        ready, self._ready = self._ready, []
+        ready, self.ready = self.ready, []
         now_s = time.monotonic()
         for item in ready:
             if now_s - item.flushed_s < GAP_S and item.status == "running":
                 self._early.append(item)
-            else:
-                _flush(item, now_s)
+                continue
+            item.flushed_s = now_s
+            try:
+                item.flush()
+            except Exception:  # noqa: BLE001 -- one consumer's fault must not keep output from the others
+                _log.exception("consumer failed")
         if self._early and self._timer is None:
             self._timer = self._loop.call_later(GAP_S, self._run_early)
 
@@ -66,15 +76,11 @@ class Flusher:
         early, self._early = self._early, []
         now_s = time.monotonic()
         for item in early:
-            _flush(item, now_s)
-
-
-def _flush(item: Flushable, now_s: float) -> None:
-    item.flushed_s = now_s
-    try:
-        item.flush()
-    except Exception:  # noqa: BLE001 -- one consumer's fault must not keep output from the others
-        _log.exception("consumer failed")
+            item.flushed_s = now_s
+            try:
+                item.flush()
+            except Exception:  # noqa: BLE001 -- as above
+                _log.exception("consumer failed")
 
 
 _flushers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Flusher] = weakref.WeakKeyDictionary()

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from gateway.admission import Admission
+from gateway.direct import DirectCalls, DirectRequest
 from gateway.execution import Execution
 from gateway.execution_parts import Counts, ExecutionParts, Limits
 from gateway.paths import EdgePaths
@@ -48,7 +49,7 @@ class _Owner:
 
     def begin(self) -> None:
         """Call what can be called at once."""
-        self.deadline = asyncio.get_running_loop().call_later(self.state.spec.timeout_s, self._late)
+        self.deadline = asyncio.get_running_loop().call_later(self.state.spec.timeout_s, self.state.end_late)
         self._changed()
 
     def stop(self) -> None:
@@ -73,14 +74,15 @@ class _Owner:
             _log.exception("request failed", request_id=self.state.request_id)
             self.state.end("failed", errors.from_exception(failure))
 
-    def _late(self) -> None:
-        timeout_s, request_id = self.state.spec.timeout_s, self.state.request_id
-        self.state.end(
-            "failed",
-            errors.DeadlineExceededError(
-                f"request {request_id} was not done within {timeout_s:g} s", metadata={"request_id": request_id}
-            ),
-        )
+    def adopt(self, state: DirectRequest, error: errors.OmniError) -> None:
+        """Go on with a request whose only call has failed."""
+        self.deadline, state.deadline = state.deadline, None
+        try:
+            if self.execution is not None:
+                self.execution.adopt(state, error)
+        except Exception as failure:  # noqa: BLE001 -- as above
+            _log.exception("request failed", request_id=state.request_id)
+            state.end("failed", errors.from_exception(failure))
 
 
 class Orchestrator:
@@ -104,6 +106,7 @@ class Orchestrator:
         self.paths = EdgePaths()
         self.admission = admission
         self._parts = ExecutionParts(router, self.edges, self.paths, limits, self.budget, self.counts)
+        self._direct = DirectCalls(self._parts)
         self._buffer_limit_bytes = buffer_limit_bytes
         self._kept_requests = kept_requests
         self._kept: OrderedDict[str, RequestRecord] = OrderedDict()
@@ -133,6 +136,31 @@ class Orchestrator:
         self.running[spec.request_id] = state
         self._idle.clear()
         owner.begin()
+        return state
+
+    def submit_directly(self, spec: RequestSpec) -> DirectRequest | None:
+        """As ``submit``, if nothing has to be waited for and one call is all there is to it. None, and nothing has
+        happened, for any other request."""
+        if self.admission.full or spec.request_id in self.running:
+            return None
+        plan = spec.graph.plan(spec.task, spec.modalities)
+        if (placed := self._direct.place(spec, plan)) is None:
+            return None
+        assignment, session = placed
+        try:
+            self.admission.try_enter(spec.entry)
+        except errors.OmniError:
+            assignment.release()
+            raise
+        state = DirectRequest(
+            spec, plan, assignment, session, buffer_limit_bytes=self._buffer_limit_bytes,
+            notes_output=self._parts.limits.replays > 0, on_end=self._ended, on_trouble=self._take_over,
+        )  # fmt: skip
+        state.note("admitted")
+        self.budget.request_begun()
+        self.running[spec.request_id] = state
+        self._idle.clear()
+        state.begin(self._direct.call(spec, plan))
         return state
 
     def find(self, request_id: str) -> RequestRecord | None:
@@ -173,6 +201,12 @@ class Orchestrator:
             state.abort("this gateway is shutting down")
         while self._tasks:
             await asyncio.wait(set(self._tasks))
+
+    def _take_over(self, state: DirectRequest, error: errors.OmniError) -> None:
+        """Its call has failed: from here on it is a request as all others."""
+        owner = _Owner(state, self._parts, self._retire, self._go_on)
+        state.stoppable = owner
+        owner.adopt(state, error)
 
     def _go_on(self, owner: _Owner) -> None:
         """Something has to be waited for."""
@@ -215,6 +249,10 @@ class Orchestrator:
             execution.stop()
         if error is not None:
             state.end("failed", error)
+        self._ended(state)
+
+    def _ended(self, state: RequestState) -> None:
+        """It holds nothing any more but its place among those that run."""
         self.running.pop(state.request_id, None)
         self.admission.leave(state.spec.entry, state.usage.prompt_tokens + state.usage.completion_tokens)
         self._kept[state.request_id] = state.record()

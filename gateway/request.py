@@ -188,8 +188,14 @@ class RequestState:
                     metadata={"buffered_bytes": self._buffered_bytes, "limit_bytes": self._buffer_limit_bytes},
                 ),
             )
-        elif self._wake_on_output:
-            self._wake_consumer()  # not again before it has run
+        elif self._wake_on_output:  # not again before it has run
+            if (flusher := self._flusher) is None or self._queued:
+                self._wake_consumer()
+                return
+            self._wake_on_output, self._queued = False, True
+            if not flusher.ready:
+                flusher.wake()
+            flusher.ready.append(self)
 
     def discard_output(self) -> None:
         """Forget what an attempt brought, before the next one; only while nothing is delivered."""
@@ -209,6 +215,16 @@ class RequestState:
         self._wake_consumer()
         if status != "finished" and self.stoppable is not None:
             self.stoppable.stop()
+
+    def end_late(self) -> None:
+        """Its time is over."""
+        timeout_s, request_id = self.spec.timeout_s, self.request_id
+        self.end(
+            "failed",
+            errors.DeadlineExceededError(
+                f"request {request_id} was not done within {timeout_s:g} s", metadata={"request_id": request_id}
+            ),
+        )
 
     def abort(self, reason: str) -> None:
         """The client is gone, or somebody ended the request: output that waits is not wanted any more.
@@ -265,6 +281,12 @@ class RequestState:
         if self._outputs or self.ended:
             self._wake_consumer()
 
+    def attach_for_end(self, consumer: Consumer) -> None:
+        """From now on ``consumer`` is called at the end, in the very moment of it. Not with ``next`` or ``collect``."""
+        self._consumer = consumer
+        if self.ended:
+            self.flush()
+
     def take(self) -> list[stage_service_pb2.StageEvent]:
         """All output since the last time, maybe none: what an attached consumer calls."""
         if not self._outputs:
@@ -298,6 +320,9 @@ class RequestState:
             if not self._queued and self._consumer is not None:
                 self._queued = True
                 self._flusher.add(self)
+        elif self._consumer is not None:
+            if self.status != "running":
+                self.flush()
         elif self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
             self._wake_on_output = False  # one wake-up for all that comes before the consumer runs

@@ -117,6 +117,14 @@ class AccessControl:
             raise _unauthenticated("this API key has expired", key.id)
         return key
 
+    def lasting_client(self, authorization: bytes) -> ApiKey | None:
+        """Whose key it is, if it is one that may ask models, and will for as long as ``keys`` is the same table."""
+        try:
+            key = self.identify(authorization)
+        except errors.UnauthenticatedError:
+            return None
+        return key if key.expires_s is None and self.may(key, KeyRole.CLIENT) else None
+
     def may(self, key: ApiKey, role: KeyRole) -> bool:
         """Whether ``check`` has nothing against it. Cheap: who has the same roles may do the same."""
         if key is ANYBODY:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import cast
 
-from gateway.access.control import AccessControl, role_of_rpc
+from gateway.access.control import ANYBODY, AccessControl, role_of_rpc
 from gateway.access.cors import Cors
 from gateway.http.exchange import Exchange
 from omnicore import errors
-from omnicore.api_keys import KeyRole
+from omnicore.api_keys import ApiKey, KeyRole
 
 Handler = Callable[[Exchange], Awaitable[None]]
 
@@ -42,6 +43,22 @@ class HttpAccess:
     def guard_metrics(self, handler: Handler) -> Handler:
         """The same for /metrics, which is open unless it is said that it is not."""
         return self.guard(handler, KeyRole.READ) if self._metrics_need_key else handler
+
+    def known(self, exchange: Exchange) -> ApiKey | None:
+        """Whose request it is, where that is soon told: the connection's last request came with the same words, or no
+        keys are asked for. None: ask ``guard``, which also says what is wrong."""
+        control = self.control
+        if self.cors is not None:
+            return None
+        if not control.wants_keys:
+            return ANYBODY
+        sent, keys = exchange.headers.get(b"authorization"), control.keys()
+        if (last := exchange.wire.credentials) is not None and last[0] == sent and last[1] is keys:
+            return cast("ApiKey", last[2])
+        if sent is None or (key := control.lasting_client(sent)) is None:
+            return None
+        exchange.wire.credentials = (sent, keys, key)
+        return key
 
     def require(self, exchange: Exchange, role: KeyRole, what: str = "") -> None:
         """Set ``exchange.caller``. Raises ``UnauthenticatedError`` and ``PermissionDeniedError``; both are in the audit

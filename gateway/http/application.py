@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+from gateway.http.direct_chat import DirectChat
 from gateway.http.endpoints import as_in_body, openai_endpoints
 from gateway.http.exchange import Exchange
 from gateway.http.paths import Match, PathTable
@@ -14,16 +15,20 @@ from omnicore.log import get_logger
 
 _log = get_logger(__name__)
 
+_CHAT = "/v1/chat/completions"
+
 Handler = Callable[[Exchange], Awaitable[None]]
 
 
 class GatewayApp:
-    """Called with every exchange, from its headers on; returns after its last byte."""
+    """Called with every exchange: ``answer_now`` first, and where that cannot be, as a coroutine from its headers on;
+    that returns after its last byte."""
 
     def __init__(self, service: HttpService) -> None:
         probes = Probes(service)
         guard = service.access.guard
         self._access = service.access
+        self._chat = DirectChat(service)
         self.paths: PathTable[Handler] = PathTable()
         """What is served; more may be added before the first request."""
         add = self.paths.add
@@ -32,6 +37,22 @@ class GatewayApp:
         add("GET", "/health", probes.health)
         add("GET", "/ready", probes.ready)
         add("GET", "/metrics", service.access.guard_metrics(probes.metrics))
+
+    def answer_now(self, exchange: Exchange) -> bool:
+        """A plain chat of a known caller needs no task: it ends with a call of its session. False: nothing was done."""
+        if exchange.raw_path != _CHAT or exchange.method != "POST" or (key := self._access.known(exchange)) is None:
+            return False
+        exchange.caller = key
+        try:
+            return self._chat.answer_now(exchange)
+        except Exception as error:  # noqa: BLE001 -- every failure gets an answer
+            typed = errors.from_exception(error)
+            if typed is not error:
+                _log.exception("request failed", path=exchange.path)
+            if not exchange.started:
+                exchange.answer_error(as_in_body(typed))
+            exchange.finish()
+            return True
 
     async def __call__(self, exchange: Exchange) -> None:
         """One request."""

@@ -137,6 +137,8 @@ class ChatChunks:
         """One chunk per engine step."""
         parts: list[bytes] = []
         if self._only_text:
+            if len(events) == 1 and (text := events[0].text):  # nearly always
+                return b"%b%b%b" % (self._text, orjson.dumps(text), self._tail)
             for event in events:
                 if text := event.text:
                     parts += (self._text, orjson.dumps(text), self._tail)

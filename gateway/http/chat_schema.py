@@ -79,6 +79,8 @@ _PLAIN_VALUES: dict[str, tuple[type, float, float]] = {
     "ignore_eos": (bool, False, True),
 }
 _PLAIN_OTHERS = _HARMLESS | {"model", "messages", "stream", "stream_options", "session_id"}
+_SAMPLING: dict[tuple[tuple[str, Any, type], ...], sampling_pb2.SamplingParams] = {}
+_MOST_SAMPLING = 256
 _PLAIN_ROLES = frozenset(validation.ROLES)
 _PLAIN_ID = re.compile(rf"[!-~]{{0,{validation.MAX_ID_CHARS}}}")
 
@@ -119,7 +121,7 @@ def parse_chat(
 
     ``media_domains``: hosts that pictures and sounds may be fetched from.
     """
-    if (plain := _plain_chat(body, pipelines, prompt_limit_bytes)) is not None:
+    if (plain := plain_chat(body, pipelines, prompt_limit_bytes)) is not None:
         return plain
     fields = Fields(_flat(body))
     graph = validation.find_pipeline(pipelines, fields.string("model", "") or "")
@@ -151,7 +153,7 @@ def parse_chat(
     )  # fmt: skip
 
 
-def _plain_chat(body: Any, pipelines: Mapping[str, PipelineGraph], prompt_limit_bytes: int) -> ChatRequest | None:
+def plain_chat(body: Any, pipelines: Mapping[str, PipelineGraph], prompt_limit_bytes: int) -> ChatRequest | None:
     """What the full way would make of a valid body as nearly all are: turns of text, a few sampling parameters. None
     for any other, valid or not: what is wrong with it is said in one place only."""
     if type(body) is not dict or type(model := body.get("model")) is not str:
@@ -181,6 +183,21 @@ def _plain_chat(body: Any, pipelines: Mapping[str, PipelineGraph], prompt_limit_
 
 
 def _plain_sampling(body: dict[str, Any]) -> sampling_pb2.SamplingParams | None:
+    """Of the same parameters the same object, not to be changed: clients send few kinds of them."""
+    # With their types, since 1, 1.0 and true are equal keys.
+    asked = tuple([(name, value, type(value)) for name, value in body.items() if name not in _PLAIN_OTHERS])
+    try:
+        known = _SAMPLING.get(asked)
+    except TypeError:  # a list is no plain value
+        return None
+    if known is None and (known := _new_plain_sampling(body)) is not None and "seed" not in body:
+        if len(_SAMPLING) >= _MOST_SAMPLING:
+            _SAMPLING.clear()
+        _SAMPLING[asked] = known
+    return known
+
+
+def _new_plain_sampling(body: dict[str, Any]) -> sampling_pb2.SamplingParams | None:
     given: dict[str, Any] = {}
     for name, value in body.items():
         if (accepted := _PLAIN_VALUES.get(name)) is None:

@@ -1,11 +1,11 @@
 """One HTTP/1.1 connection: an ``asyncio.Protocol`` on the C parser of httptools, with nothing between it and a handler.
 
-Guarantees: requests of one connection are answered one after the other, in order, each by one call of the application
-in a task of its own. What a client may make the gateway hold is bounded (head, unread body, pipelined requests), and so
-is the time for which it is waited for: from its first byte to the end of a head, between two pieces of a body, between
-two requests, and for taking what was left to send when the connection is to end. What is not HTTP, or could be read
-as two different requests, is answered with 400 and the end of the connection. When a client goes, its request hears of
-it at once; writing to a connection that is gone does nothing and raises nothing.
+Guarantees: requests of one connection are answered one after the other, in order, each by the application: at once if
+it can without waiting, else in a task of its own. What a client may make the gateway hold is bounded (head, unread
+body, pipelined requests), and so is the time for which it is waited for: from its first byte to the end of a head,
+between two pieces of a body, between two requests, and for taking what was left to send when the connection is to end.
+What is not HTTP, or could be read as two different requests, is answered with 400 and the end of the connection. When a
+client goes, its request hears of it at once; writing to a connection that is gone does nothing and raises nothing.
 
 Not guaranteed: an answer to a client that closed its sending half. It looks like one that left, and is taken for it.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import collections
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import httptools
 
@@ -23,10 +23,13 @@ from gateway.http.exchange import Exchange, error_response
 from omnicore import errors
 from omnicore.log import get_logger
 
-if TYPE_CHECKING:
-    Application = Callable[[Exchange], Awaitable[None]]
-
 _log = get_logger(__name__)
+
+Application = Callable[[Exchange], Awaitable[None]]
+"""Answers a request; returns after its last byte."""
+AnswerNow = Callable[[Exchange], bool]
+"""Sees to a request without a task, from its begin to ``exchange.finish``. False: it needs one, and nothing was done.
+Must not block, nor raise."""
 
 MAX_HEAD_BYTES = 64 * 1024
 """Request line and headers. What proxies allow is less."""
@@ -56,6 +59,8 @@ class Registry(Protocol):
 
     closing: bool
     """No connection shall take a further request."""
+
+    answer_now: AnswerNow
 
     def add(self, connection: Connection) -> None:
         """It is open."""
@@ -87,6 +92,7 @@ class Connection(asyncio.Protocol):
         self._headers: dict[bytes, bytes] = {}
         self._incoming: Exchange | None = None  # its body is being received
         self._current: Exchange | None = None  # it is being answered
+        self._unstarted: Exchange | None = None  # the same, for as long as nobody has been told
         self._waiting: collections.deque[Exchange] = collections.deque()
         self._refusal: bytes = b""  # the last thing to send, once all before is answered
         self._task: asyncio.Task[None] | None = None
@@ -98,6 +104,8 @@ class Connection(asyncio.Protocol):
         self._drained: list[asyncio.Future[None]] = []
         self.lost = False
         """The client is gone; what is written is dropped."""
+        self.credentials: tuple[bytes, object, object] | None = None
+        """What came with its last request, the keys that were in force then, and whose it was."""
         self.congested = False
         """The client reads too slowly: more than the transport wants to hold is unsent."""
 
@@ -132,6 +140,13 @@ class Connection(asyncio.Protocol):
         if self._phase == _IDLE and self._current is None:
             self._begin_head()  # also if it is but line ends, of which the parser says nothing
         self._unparsed_bytes += len(data)
+        try:
+            self._feed(data)
+        finally:
+            if self._unstarted is not None:  # now that its body may be there as well
+                self._start()
+
+    def _feed(self, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -292,8 +307,13 @@ class Connection(asyncio.Protocol):
             raise _HeadTooLargeError
 
     def _begin(self, exchange: Exchange) -> None:
-        self._current = exchange
-        self._task = self._loop.create_task(self._answer(exchange))
+        self._current = self._unstarted = exchange
+
+    def _start(self) -> None:
+        """Have the application answer: at once if it can, else in a task."""
+        exchange, self._unstarted = self._unstarted, None
+        if exchange is not None and not self._registry.answer_now(exchange):
+            self._task = self._loop.create_task(self._answer(exchange))
 
     async def _answer(self, exchange: Exchange) -> None:
         try:
@@ -305,9 +325,9 @@ class Connection(asyncio.Protocol):
             if not exchange.started:
                 await exchange.error(errors.from_exception(error))
         finally:
-            self._answered(exchange)
+            self.answered(exchange)
 
-    def _answered(self, exchange: Exchange) -> None:
+    def answered(self, exchange: Exchange) -> None:
         """Go on with the next request, or end."""
         self._current = self._task = None
         if self.lost:
@@ -322,6 +342,7 @@ class Connection(asyncio.Protocol):
             self._shut()
         elif self._waiting:
             self._begin(self._waiting.popleft())
+            self._loop.call_soon(self._start)  # not from here: many may be answered at once, one from the other
             if not self._waiting:
                 self.resume_reading()
         elif self._refusal:

@@ -34,6 +34,8 @@ class Wire(Protocol):
 
     lost: bool
     congested: bool
+    credentials: tuple[bytes, object, object] | None
+    """What came with its last request, the keys that were in force then, and whose it was."""
 
     @property
     def ends(self) -> bool:
@@ -52,6 +54,10 @@ class Wire(Protocol):
         """Read on."""
         ...
 
+    def answered(self, exchange: Exchange) -> None:
+        """Go on with the next request, or end."""
+        ...
+
     def peer(self) -> Any:
         """The client's address."""
         ...
@@ -67,9 +73,9 @@ class Exchange:
 
     __slots__ = (
         "_body", "_body_bytes", "_body_error", "_complete", "_framing", "_head", "_left_bytes", "_limit_bytes",
-        "_on_leave", "_query", "_reader", "_wire", "caller", "ended", "extra_headers", "headers",
+        "_on_leave", "_query", "_reader", "caller", "ended", "extra_headers", "headers",
         "http_1_1", "id", "keep_alive", "method", "on_writable", "path", "path_params", "raw_path", "raw_query",
-        "request_id", "started",
+        "request_id", "started", "wire",
     )  # fmt: skip
 
     def __init__(
@@ -102,7 +108,7 @@ class Exchange:
         asked = headers.get(b"x-request-id", b"")
         self.request_id = asked if 0 < len(asked) <= 256 and _PRINTABLE.fullmatch(asked) else self.id.encode()
         """x-request-id: the client's, if it sent one that is short and printable."""
-        self._wire = wire
+        self.wire = wire
         self._query: dict[str, list[str]] | None = None
         self._body: list[bytes] = []
         self._body_bytes = 0
@@ -133,7 +139,7 @@ class Exchange:
 
     def peer(self) -> Any:
         """The client's address, as the socket has it; None once it is gone."""
-        return self._wire.peer()
+        return self.wire.peer()
 
     async def read_json(self, limit_bytes: int) -> Any:
         """The body. Raises ``InvalidRequestError`` if it is not JSON, not said to be, or too large."""
@@ -165,8 +171,8 @@ class Exchange:
         if not self._complete:
             self._limit_bytes = limit_bytes
             if not self._body and self.http_1_1 and self.headers.get(b"expect", b"").lower() == b"100-continue":
-                self._wire.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            self._wire.resume_reading()
+                self.wire.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.wire.resume_reading()
             while not self._complete and self._body_error is None:
                 self._reader = asyncio.get_running_loop().create_future()
                 try:
@@ -178,10 +184,21 @@ class Exchange:
         chunks, self._body = self._body, []
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
+    @property
+    def whole_json(self) -> bytes | None:
+        """The body, if all of it has come and it says that it is JSON; it may still be read in another way."""
+        if not self._complete or self._body_error is not None:
+            return None
+        if self.headers.get(b"content-type", b"application/json") != b"application/json":
+            return None
+        if len(self._body) != 1:
+            self._body = [b"".join(self._body)]
+        return self._body[0]
+
     def abort_on_disconnect(self, state: RequestState) -> None:
         """From now on the client's leaving aborts ``state``."""
         self._on_leave = state
-        if self._wire.lost:
+        if self.wire.lost:
             self.disconnect()
 
     # -- the response --
@@ -193,8 +210,8 @@ class Exchange:
     async def body(self, data: bytes, *, more: bool) -> None:
         """Send a piece of the body, and wait while the client is behind with reading."""
         self.send(data, more=more)
-        if self._wire.congested:
-            await self._wire.drain()
+        if self.wire.congested:
+            await self.wire.drain()
 
     def begin(self, status: int, headers: Headers) -> None:
         """As ``start``, for those who cannot wait."""
@@ -214,7 +231,7 @@ class Exchange:
             count += 1
         if self.method == "HEAD" or status in (204, 304):
             framing = _NONE
-        if not self.keep_alive or not self._complete or self._wire.ends or framing == _BY_CLOSE:
+        if not self.keep_alive or not self._complete or self.wire.ends or framing == _BY_CLOSE:
             self.keep_alive = False
             lines.append(b"connection: close\r\n")
             count += 1
@@ -232,7 +249,7 @@ class Exchange:
         framing = self._framing
         if framing == _CHUNKED:
             if more and data and not self._head:  # nearly always
-                self._wire.write(b"%x\r\n%b\r\n" % (len(data), data))
+                self.wire.write(b"%x\r\n%b\r\n" % (len(data), data))
                 return
             if not more:
                 data = b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if data else b"0\r\n\r\n"
@@ -248,17 +265,17 @@ class Exchange:
             data, self._head = self._head + data, b""
         self.ended = not more
         if data:
-            self._wire.write(data)
+            self.wire.write(data)
 
     @property
     def congested(self) -> bool:
         """The client is behind with reading: send no more before ``on_writable``."""
-        return self._wire.congested
+        return self.wire.congested
 
     @property
     def lost(self) -> bool:
         """The client has left."""
-        return self._wire.lost
+        return self.wire.lost
 
     @property
     def _plain(self) -> bool:
@@ -270,24 +287,28 @@ class Exchange:
             and self._complete
             and not self.extra_headers
             and self.method != "HEAD"
-            and not self._wire.ends
+            and not self.wire.ends
             and not getattr(self._on_leave, "replays", 0)
         )
 
     async def respond(self, status: int, data: bytes, headers: Headers) -> None:
-        """Send a whole response."""
+        """Send a whole response, and wait while the client is behind with reading."""
+        self.answer(status, data, headers)
+        if self.wire.congested:
+            await self.wire.drain()
+
+    def answer(self, status: int, data: bytes, headers: Headers) -> None:
+        """Send a whole response without waiting."""
         if status == 200 and headers is JSON_HEADERS and self._plain:
             assert not self.started, "one response per request"
             self.started = self.ended = True
-            self._wire.write(
+            self.wire.write(
                 b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
                 b"x-request-id: %b\r\ncontent-length: %d\r\n%b\r\n%b" % (self.request_id, len(data), _date_line(), data)
             )
-            if self._wire.congested:
-                await self._wire.drain()
             return
         self.begin(status, (*headers, (b"content-length", b"%d" % len(data))))
-        await self.body(data, more=False)
+        self.send(data, more=False)
 
     async def json(self, payload: Any, status: int = 200, headers: Headers = ()) -> None:
         """Send a whole response as JSON."""
@@ -295,12 +316,26 @@ class Exchange:
 
     async def error(self, error: errors.OmniError, status: int | None = None, headers: Headers = ()) -> None:
         """Send an error, as OpenAI's API does."""
-        extra = list(headers)
+        self.answer_error(error, status, headers)
+        if self.wire.congested:
+            await self.wire.drain()
+
+    def answer_error(self, error: errors.OmniError, status: int | None = None, headers: Headers = ()) -> None:
+        """As ``error``, without waiting."""
+        extra = [_JSON, *headers]
         if isinstance(error, errors.UnauthenticatedError):
             extra.append((b"www-authenticate", b"Bearer"))
         if error.retry_after_s is not None:
             extra.append((b"retry-after", b"%d" % max(1, round(error.retry_after_s))))
-        await self.json(error_body(error), status or http_status(error), extra)
+        self.answer(status or http_status(error), orjson.dumps(error_body(error)), extra)
+
+    def finish(self) -> None:
+        """The response is complete, or will not be: who answers without a task says so, once."""
+        if self.wire.congested and not self.wire.lost and self.ended:
+            self.on_writable = self.finish  # a client that does not read holds up only its own next request
+            return
+        self.on_writable = None
+        self.wire.answered(self)
 
     # -- the connection's calls --
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from typing import TYPE_CHECKING
 
-from gateway.http.connection import Connection
+from gateway.http.connection import AnswerNow, Application, Connection
 from omnicore import errors
-
-if TYPE_CHECKING:
-    from gateway.http.connection import Application
 
 _BACKLOG = 2048
 _CLOSE_GRACE_S = 1.0
@@ -29,11 +25,14 @@ class HttpServer:
         protocol: type[Connection] = Connection,
         tls: ssl.SSLContext | None = None,
         reuse_port: bool = False,
+        answer_now: AnswerNow = lambda exchange: False,
     ) -> None:
         """Raises ``UnavailableError`` for an address that cannot be had. With ``tls`` it speaks HTTPS. With
         ``reuse_port`` other processes of the same user may listen there too, and the kernel spreads connections."""
         self.closing = False
         """No connection shall take a further request."""
+        self.answer_now = answer_now
+        """Tried before ``app``."""
         self._app = app
         self._protocol = protocol
         self._tls = tls

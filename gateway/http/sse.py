@@ -8,7 +8,7 @@ a stream that is silent for long gets a comment, so that nothing on the way take
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from gateway.http.events import COMMENT, DONE, HEADERS, error_event
@@ -39,24 +39,43 @@ class ChunkEncoder(Protocol):
 
 async def stream_events(exchange: Exchange, state: RequestState, encoder: ChunkEncoder, keepalive_s: float) -> None:
     """Write the whole stream. Raises the request's error if nothing has been sent yet."""
-    stream = _Stream(exchange, state, encoder, keepalive_s)
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def on_end(error: Exception | None) -> None:
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    stream = EventStream(exchange, state, encoder, keepalive_s, on_end)
     try:
-        await stream.done
+        await done
     finally:
         stream.stop()
         state.abort("its response has ended")
 
 
-class _Stream:
+class EventStream:
     """A consumer that writes: called with output, it encodes and sends in the same call.
 
     While the client is behind with reading, output stays with the request, whose bound is that of a slow client; a
     client that takes nothing at all loses its connection, and with it the request.
+
+    ``on_end`` is called once: the response is complete (None), or the request failed before there was one.
     """
 
-    __slots__ = ("_begun", "_encoder", "_exchange", "_keepalive_s", "_loop", "_state", "_timer", "_written", "done")
+    __slots__ = (
+        "_begun", "_done", "_encoder", "_exchange", "_keepalive_s", "_loop", "_on_end", "_state", "_timer", "_written",
+    )  # fmt: skip
 
-    def __init__(self, exchange: Exchange, state: RequestState, encoder: ChunkEncoder, keepalive_s: float) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        state: RequestState,
+        encoder: ChunkEncoder,
+        keepalive_s: float,
+        on_end: Callable[[Exception | None], None],
+    ) -> None:
         self._exchange = exchange
         self._state = state
         self._encoder = encoder
@@ -64,8 +83,8 @@ class _Stream:
         self._loop = asyncio.get_running_loop()
         self._begun = False
         self._written = False  # since the last look
-        self.done: asyncio.Future[None] = self._loop.create_future()
-        """The response is complete, or the request failed before there was one."""
+        self._done = False
+        self._on_end = on_end
         self._timer = self._loop.call_later(keepalive_s, self._look)
         exchange.on_writable = self.on_output
         state.attach(self)
@@ -80,7 +99,7 @@ class _Stream:
         """Send what there is."""
         state = self._state
         status = state.status
-        if self.done.done() or (status == "running" and self._exchange.congested):
+        if self._done or (status == "running" and self._exchange.wire.congested):
             return
         events = state.take()
         try:
@@ -102,7 +121,7 @@ class _Stream:
                     data = self._encoder.begin() + data
                 self._send(data, more=status != "finished")
             if status == "finished":
-                self.done.set_result(None)
+                self._end(None)
             elif state.error is not None:
                 raise state.error
         except Exception as error:  # noqa: BLE001 -- it costs this response only, whose client hears of it
@@ -116,16 +135,21 @@ class _Stream:
 
     def _fail(self, error: Exception) -> None:
         if not self._exchange.started:
-            self.done.set_exception(error)
+            self._end(error)
             return
         if not isinstance(error, errors.OmniError):
             _log.exception("stream failed", request_id=self._state.request_id)
         data = error_event(errors.from_exception(error)) + DONE
         self._exchange.send(data, more=False)
-        self.done.set_result(None)
+        self._end(None)
+
+    def _end(self, error: Exception | None) -> None:
+        if not self._done:
+            self._done = True
+            self._on_end(error)
 
     def _look(self) -> None:
         self._timer = self._loop.call_later(self._keepalive_s, self._look)
-        if not self._written and not self._exchange.congested and not self.done.done():
+        if not self._written and not self._exchange.congested and not self._done:
             self._send(COMMENT, more=True)
         self._written = False

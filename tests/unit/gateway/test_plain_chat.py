@@ -70,13 +70,18 @@ def _outcome(body: object) -> object:
 
 def _comparable(asked: chat_schema.ChatRequest) -> object:
     values = {field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)}
-    for name in ("prompt", "sampling", "speech"):  # by their bytes: 0.0 and -0.0 are equal
+    for name in ("prompt", "speech"):
         values[name] = values[name].SerializeToString(deterministic=True)
+    # By what is set, and to what: the short way takes 0.0 and -0.0 for the same number.
+    values["sampling"] = [
+        (field.name, value if isinstance(value, float | int | str) else str(value))
+        for field, value in values["sampling"].ListFields()
+    ]
     return values
 
 
 def _check_agreement(body: dict[str, Any]) -> None:
-    short = chat_schema._plain_chat(body, PIPELINES, LIMIT)
+    short = chat_schema.plain_chat(body, PIPELINES, LIMIT)
     # A field that is null says nothing, and keeps the short way from being taken.
     long = _outcome({**body, "tools": body.get("tools")})
     if short is not None:
@@ -129,8 +134,8 @@ def test_plain_bodies_take_the_short_way() -> None:
         "model": "text", "messages": [{"role": "user", "content": "hi"}], "temperature": 0, "top_p": 1, "seed": 3,
         "max_tokens": 5, "stream": True, "stream_options": {"include_usage": True}, "user": "me", "session_id": "s",
     }  # fmt: skip
-    assert chat_schema._plain_chat(body, PIPELINES, LIMIT) is not None
-    assert chat_schema._plain_chat({**body, "tools": None}, PIPELINES, LIMIT) is None
+    assert chat_schema.plain_chat(body, PIPELINES, LIMIT) is not None
+    assert chat_schema.plain_chat({**body, "tools": None}, PIPELINES, LIMIT) is None
 
 
 class _State:
@@ -157,6 +162,7 @@ class _Wire:
 
     def __init__(self) -> None:
         self.sent = b""
+        self.credentials: tuple[bytes, object, object] | None = None
 
     def write(self, data: bytes) -> None:
         self.sent += data
@@ -166,6 +172,8 @@ class _Wire:
     def resume_reading(self) -> None: ...
 
     def peer(self) -> Any: ...
+
+    def answered(self, exchange: Exchange) -> None: ...
 
 
 def _head(sent: bytes) -> tuple[bytes, set[bytes], bytes]:
