@@ -28,6 +28,11 @@ _MOST_TEMPLATES = 256
 class DirectRequest(RequestState):
     """A request, the sink of its call (``CallSink``), and who stops it (``Stoppable``), in one."""
 
+    __slots__ = (
+        "_calling", "_is_text", "_notes_output", "_on_end", "_on_trouble", "_recent", "_taken_over", "assignment",
+        "call_id", "deadline", "emitted", "ref", "session", "session_breaks",
+    )  # fmt: skip
+
     def __init__(
         self,
         spec: RequestSpec,

@@ -111,6 +111,13 @@ class Consumer(Protocol):
 class RequestState:
     """A running or finished request."""
 
+    # Of thousands that live at a time, each token touches some: they lie close together.
+    __slots__ = (
+        "__weakref__", "_buffer_limit_bytes", "_buffered_bytes", "_consumer", "_flusher", "_loop", "_noted", "_outputs",
+        "_queued", "_wake", "_wake_on_output", "companions", "delivered", "error", "finish_reason", "first_output_s",
+        "flushed_s", "plan", "replays", "spec", "started_s", "status", "stoppable", "usage", "wire_id",
+    )  # fmt: skip
+
     def __init__(self, spec: RequestSpec, plan: RoutePlan, *, buffer_limit_bytes: int) -> None:
         self.spec = spec
         self.plan = plan

@@ -101,6 +101,11 @@ class ChatChunks:
     is complete, as the one part of a ``delta.content`` that is a list, as vLLM-Omni has it.
     """
 
+    __slots__ = (
+        "_audio_id", "_delta", "_end", "_head", "_include_usage", "_media", "_only_text", "_pictures", "_running",
+        "_tail", "_text", "_transcript", "_usage", "_with_audio",
+    )  # fmt: skip
+
     def __init__(self, request_id: str, created: int, chat: ChatRequest, index: int = 0) -> None:
         self._audio_id = "audio_" + request_id.removeprefix("chatcmpl-")
         self._with_audio = "audio" in chat.modalities

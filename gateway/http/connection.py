@@ -74,6 +74,12 @@ class Registry(Protocol):
 class Connection(asyncio.Protocol):
     """One connection. A single timer looks after it, so that requests arm none."""
 
+    __slots__ = (
+        "__weakref__", "_app", "_current", "_deaf", "_drained", "_head_bytes", "_headers", "_incoming", "_limits_s",
+        "_loop", "_parser", "_phase", "_reading", "_refusal", "_registry", "_since_s", "_task", "_timer", "_transport",
+        "_unparsed_bytes", "_unsent", "_unstarted", "_url", "_waiting", "congested", "credentials", "lost",
+    )  # fmt: skip
+
     head_timeout_s = HEAD_TIMEOUT_S
     body_timeout_s = BODY_TIMEOUT_S
     send_timeout_s = SEND_TIMEOUT_S
