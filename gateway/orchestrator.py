@@ -148,8 +148,9 @@ class Orchestrator:
             return None
         assignment, session = placed
         try:
+            call = self._direct.call(spec, plan)
             self.admission.try_enter(spec.entry)
-        except errors.OmniError:
+        except Exception:
             assignment.release()
             raise
         state = DirectRequest(
@@ -160,7 +161,7 @@ class Orchestrator:
         self.budget.request_begun()
         self.running[spec.request_id] = state
         self._idle.clear()
-        state.begin(self._direct.call(spec, plan))
+        state.begin(call)
         return state
 
     def find(self, request_id: str) -> RequestRecord | None:

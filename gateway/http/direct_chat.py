@@ -60,12 +60,17 @@ class DirectChat:
         state = service.orchestrator.submit_directly(spec)
         if state is None:
             return False
-        exchange.abort_on_disconnect(state)
-        answer = _Answer(exchange, state, chat)
-        if chat.stream:
-            answer.stream(limits.keepalive_s)
-        else:
-            state.attach_for_end(answer)
+        try:
+            exchange.abort_on_disconnect(state)
+            answer = _Answer(exchange, state, chat)
+            if chat.stream:
+                answer.stream(limits.keepalive_s)
+            else:
+                state.attach_for_end(answer)
+        except Exception:
+            state.detach()
+            state.abort("nobody can answer it")
+            raise
         return True
 
 
@@ -87,12 +92,15 @@ class _Answer:
         self._stream = EventStream(self._exchange, self._state, encoder, keepalive_s, self._streamed)
 
     def _streamed(self, error: Exception | None) -> None:
-        if self._stream is not None:
-            self._stream.stop()
+        stream, self._stream = self._stream, None  # it refers to us
+        if stream is not None:
+            stream.stop()
         self._state.abort("its response has ended")
-        if error is not None:
-            self._refuse(error)
-        self._exchange.finish()
+        try:
+            if error is not None:
+                self._refuse(error)
+        finally:
+            self._exchange.finish()
 
     def on_output(self) -> None:
         """The request has ended: answer in one piece."""
@@ -106,7 +114,8 @@ class _Answer:
                 exchange.answer(200, answer, JSON_HEADERS)
         except Exception as error:  # noqa: BLE001 -- it costs this response only
             self._refuse(error)
-        exchange.finish()
+        finally:
+            exchange.finish()
 
     def _refuse(self, error: Exception) -> None:
         typed = errors.from_exception(error)

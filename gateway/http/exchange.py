@@ -263,9 +263,9 @@ class Exchange:
             data = b""
         if self._head:
             data, self._head = self._head + data, b""
-        self.ended = not more
         if data:
             self.wire.write(data)
+        self.ended = not more
 
     @property
     def congested(self) -> bool:
@@ -301,11 +301,12 @@ class Exchange:
         """Send a whole response without waiting."""
         if status == 200 and headers is JSON_HEADERS and self._plain:
             assert not self.started, "one response per request"
-            self.started = self.ended = True
+            self.started = True
             self.wire.write(
                 b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
                 b"x-request-id: %b\r\ncontent-length: %d\r\n%b\r\n%b" % (self.request_id, len(data), _date_line(), data)
             )
+            self.ended = True
             return
         self.begin(status, (*headers, (b"content-length", b"%d" % len(data))))
         self.send(data, more=False)
@@ -368,6 +369,8 @@ class Exchange:
         self.fail_body(errors.RequestCancelledError("the client left before its request was complete"))
         if self._on_leave is not None:
             self._on_leave.abort("the client disconnected")
+        if self.on_writable == self.finish:  # it will not read any more
+            self.finish()
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():

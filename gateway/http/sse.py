@@ -123,7 +123,7 @@ class EventStream:
             if status == "finished":
                 self._end(None)
             elif state.error is not None:
-                raise state.error
+                self._fail(state.error)  # raised, it would refer to this frame, and so to itself
         except Exception as error:  # noqa: BLE001 -- it costs this response only, whose client hears of it
             self._fail(error)
 
@@ -139,9 +139,10 @@ class EventStream:
             return
         if not isinstance(error, errors.OmniError):
             _log.exception("stream failed", request_id=self._state.request_id)
-        data = error_event(errors.from_exception(error)) + DONE
-        self._exchange.send(data, more=False)
-        self._end(None)
+        try:
+            self._exchange.send(error_event(errors.from_exception(error)) + DONE, more=False)
+        finally:
+            self._end(None)
 
     def _end(self, error: Exception | None) -> None:
         if not self._done:
