@@ -188,6 +188,26 @@ async def test_a_text_goes_on_where_its_replica_was_lost(client: str, knows_toke
         await stand.settled()
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_text_goes_on_though_two_replicas_are_lost_one_after_the_other(stream: bool) -> None:
+    async with running_stand(text_pipeline()) as stand:
+        gates = [Gate(3), Gate(7)]
+
+        async def script(call: Call) -> None:
+            await writes(gates[call.request.attempt] if call.request.attempt < 2 else Gate(-1))(call)
+
+        workers = [await stand.cluster.add("text", 0, script, replica_id=n) for n in range(3)]
+        await stand.ready("text")
+        asking = asyncio.create_task(over_http(stand, "text", stream, ["text"]))
+        for gate in gates:
+            await gate.reached.wait()
+            await lose(workers)
+        answer = await asking
+        assert (answer["text"], answer["usage"], answer["finishes"]) == (TEXT, 12, ["stop"])
+        assert stand.gateway.orchestrator.counts.replays == {("text", 0, "done"): 2}
+        await stand.settled()
+
+
 async def test_a_replay_is_told() -> None:
     """In a header, where it has not left yet; in the timeline; in the metrics."""
     async with running_stand(text_pipeline()) as stand:
