@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import cast
 
 from gateway.access.control import ANYBODY, AccessControl, role_of_rpc
 from gateway.access.cors import Cors
-from gateway.http.exchange import Exchange
+from gateway.http.exchange import Credentials, Exchange
 from omnicore import errors
 from omnicore.api_keys import ApiKey, KeyRole
 
@@ -53,11 +52,11 @@ class HttpAccess:
         if not control.wants_keys:
             return ANYBODY
         sent, keys = exchange.headers.get(b"authorization"), control.keys()
-        if (last := exchange.wire.credentials) is not None and last[0] == sent and last[1] is keys:
-            return cast("ApiKey", last[2])
+        if (last := exchange.wire.credentials) is not None and last.sent == sent and last.keys is keys:
+            return last.key
         if sent is None or (key := control.lasting_client(sent)) is None:
             return None
-        exchange.wire.credentials = (sent, keys, key)
+        exchange.wire.credentials = Credentials(sent, keys, key)
         return key
 
     def require(self, exchange: Exchange, role: KeyRole, what: str = "") -> None:

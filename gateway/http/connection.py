@@ -19,7 +19,7 @@ from typing import Any, Protocol, cast
 
 import httptools
 
-from gateway.http.exchange import Exchange, error_response
+from gateway.http.exchange import Credentials, Exchange, error_response
 from omnicore import errors
 from omnicore.log import get_logger
 
@@ -110,8 +110,8 @@ class Connection(asyncio.Protocol):
         self._drained: list[asyncio.Future[None]] = []
         self.lost = False
         """The client is gone; what is written is dropped."""
-        self.credentials: tuple[bytes, object, object] | None = None
-        """What came with its last request, the keys that were in force then, and whose it was."""
+        self.credentials: Credentials | None = None
+        """Of its last request."""
         self.congested = False
         """The client reads too slowly: more than the transport wants to hold is unsent."""
 

@@ -10,13 +10,14 @@ import urllib.parse
 from collections.abc import Callable, Iterable, Mapping
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import orjson
 
 from gateway.access.control import ANYBODY
 from gateway.request import RequestState
 from omnicore import errors
+from omnicore.api_keys import ApiKey, KeyTable
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -29,13 +30,23 @@ _STATUS_LINES = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) f
 _BY_LENGTH, _CHUNKED, _BY_CLOSE, _NONE = range(4)
 
 
+class Credentials(NamedTuple):
+    """Whose a connection's last request was."""
+
+    sent: bytes
+    """The header it came with."""
+    keys: KeyTable
+    """Those in force then; with others it says nothing."""
+    key: ApiKey
+
+
 class Wire(Protocol):
     """What an exchange needs of its connection."""
 
     lost: bool
     congested: bool
-    credentials: tuple[bytes, object, object] | None
-    """What came with its last request, the keys that were in force then, and whose it was."""
+    credentials: Credentials | None
+    """Of its last request."""
 
     @property
     def ends(self) -> bool:

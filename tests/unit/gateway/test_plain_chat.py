@@ -162,7 +162,7 @@ class _Wire:
 
     def __init__(self) -> None:
         self.sent = b""
-        self.credentials: tuple[bytes, object, object] | None = None
+        self.credentials: exchange_module.Credentials | None = None
 
     def write(self, data: bytes) -> None:
         self.sent += data
