@@ -60,6 +60,7 @@ class DirectChat:
         state = service.orchestrator.submit_directly(spec)
         if state is None:
             return False
+        exchange.drop_body()
         try:
             exchange.abort_on_disconnect(state)
             answer = _Answer(exchange, state, chat)

@@ -206,6 +206,10 @@ class Exchange:
             self._body = [b"".join(self._body)]
         return self._body[0]
 
+    def drop_body(self) -> None:
+        """It has been read as ``whole_json``: what runs for long holds its prompt once."""
+        self._body.clear()
+
     def abort_on_disconnect(self, state: RequestState) -> None:
         """From now on the client's leaving aborts ``state``."""
         self._on_leave = state

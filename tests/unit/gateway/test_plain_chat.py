@@ -198,6 +198,22 @@ async def test_a_plain_response_is_the_same_by_template() -> None:
     assert sent[0] == sent[1]
 
 
+async def test_a_whole_body_may_still_be_read_until_it_is_dropped() -> None:
+    exchange = Exchange(_Wire(), "POST", b"/v1/x", {})
+    exchange.feed(b'{"a":')
+    before = exchange.whole_json
+    exchange.feed(b"1}")
+    exchange.complete_body()
+    assert (before, exchange.whole_json) == (None, b'{"a":1}')
+    assert await exchange.read_json(100) == {"a": 1}
+    dropped = Exchange(_Wire(), "POST", b"/v1/x", {})
+    dropped.feed(b"{}")
+    dropped.complete_body()
+    assert dropped.whole_json == b"{}"
+    dropped.drop_body()
+    assert await dropped.read_body(100) == b""
+
+
 def test_ids_are_all_different() -> None:
     wire = _Wire()
     ids = {Exchange(wire, "GET", b"/", {}).id for _ in range(1000)}
