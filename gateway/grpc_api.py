@@ -206,7 +206,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
             speech=request.speech,
             timeout_s=timeout_s,
             session_id=request.session_id,
-            strict_session=strict_session(request.session_policy),
+            strict_session=strict_session(request.session_policy, request.session_id),
             trace_parent=trace_parent if isinstance(trace_parent, str) else "",
             # Two gateways may be given the same client id at the same time; workers must tell them apart.
             wire_id=f"{request.request_id}.{fresh[:12]}" if request.request_id else "",
@@ -244,7 +244,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             stage,
             affinity_from=request.affinity_from,
             session_id=request.session_id,
-            strict_session=strict_session(request.session_policy),
+            strict_session=strict_session(request.session_policy, request.session_id),
             exclude=frozenset(request.exclude),
             hint=self._router.hint(
                 stage,
@@ -278,9 +278,17 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         return self._routes.release(details["request_id"], stage)
 
 
-def strict_session(policy: types_pb2.SessionPolicy.ValueType) -> bool | None:
-    """As the request says it; None: as the pipeline does."""
-    return None if policy == types_pb2.SESSION_POLICY_UNSPECIFIED else policy == types_pb2.SESSION_POLICY_STRICT
+def strict_session(policy: types_pb2.SessionPolicy.ValueType, session_id: str) -> bool | None:
+    """As the request says it; None: as the pipeline does. Raises ``InvalidRequestError`` for a policy that is unknown,
+    or is of no session: what was asked for would silently not be done."""
+    if policy == types_pb2.SESSION_POLICY_UNSPECIFIED:
+        return None
+    if policy not in (types_pb2.SESSION_POLICY_STRICT, types_pb2.SESSION_POLICY_REBIND):
+        known = "SESSION_POLICY_STRICT or SESSION_POLICY_REBIND"
+        raise errors.InvalidRequestError.field("session_policy", f"must be {known}, got {policy}")
+    if not session_id:
+        raise errors.InvalidRequestError.field("session_policy", "only with session_id")
+    return policy == types_pb2.SESSION_POLICY_STRICT
 
 
 def _response(

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from gateway.graph import PipelineGraph
+from gateway.grpc_api import strict_session
 from gateway.http.chat_schema import parse_chat
 from gateway.http.completion_schema import parse_completion
 from gateway.http.image_schema import parse_generation
 from gateway.http.speech_schema import parse_speech
+from omni.v1 import types_pb2
 from omnicore import errors
 from tests.integration.gateway.conftest import USER, Stand, running_stand
 from tests.integration.gateway.scripts import speak, tokens
@@ -93,3 +95,15 @@ def test_what_a_body_may_say_of_its_session(parse: Any, body: dict[str, Any]) ->
             read(**fields)
         assert caught.value.violations[0].field == "session_policy"
         assert message in caught.value.message
+
+
+def test_what_a_message_may_say_of_its_session() -> None:
+    """Over gRPC and in ``Route`` the same as in a body."""
+    strict, rebind = types_pb2.SESSION_POLICY_STRICT, types_pb2.SESSION_POLICY_REBIND
+    assert [strict_session(policy, "s") for policy in (strict, rebind)] == [True, False]
+    assert strict_session(types_pb2.SESSION_POLICY_UNSPECIFIED, "") is None
+    unknown: Any = 99  # of a client that knows more than we do
+    for policy, session_id, message in ((strict, "", "only with session_id"), (unknown, "s", "got 99")):
+        with pytest.raises(errors.InvalidRequestError, match=message) as caught:
+            strict_session(policy, session_id)
+        assert caught.value.violations[0].field == "session_policy"
