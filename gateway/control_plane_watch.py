@@ -26,6 +26,10 @@ _log = get_logger(__name__)
 
 # A control plane sends bookmarks every second; a stream silent for this long belongs to one that hangs.
 SILENCE_LIMIT_S = 5.0
+# With the jitter 0.6: a worker that comes at the same time as a control plane is routed to within a second.
+_MOST_BACKOFF_S = 0.4
+_REMINDER_S = 10.0
+"""Once it was said that one is away, that is said again so much later."""
 
 
 class ControlPlaneWatch:
@@ -68,8 +72,9 @@ class ControlPlaneWatch:
     async def _follow(
         self, what: str, watch: Callable[[grpc.aio.Channel, Callable[[], None]], Awaitable[None]]
     ) -> None:
-        backoff = Backoff()
+        backoff = Backoff(max_s=_MOST_BACKOFF_S)
         turn = 0
+        said_s: dict[str, float] = {}
         while True:
             address = self._addresses[turn % len(self._addresses)]
             turn += 1
@@ -81,6 +86,7 @@ class ControlPlaneWatch:
                     heard = True
                     self._connected += 1
                     backoff.reset()
+                    said_s.clear()
                     _log.info("control plane connected", address=address, watch=what)
 
             channel = self._connect(address)
@@ -98,9 +104,11 @@ class ControlPlaneWatch:
             finally:
                 self._connected -= heard
                 await channel.close(None)
-            delay_s = backoff.next_delay_s()
-            _log.warning("control plane away", address=address, watch=what, reason=reason, retry_in_s=f"{delay_s:.2f}")
-            await asyncio.sleep(delay_s)
+            now_s = asyncio.get_running_loop().time()
+            if now_s - said_s.get(address, float("-inf")) >= _REMINDER_S:
+                said_s[address] = now_s
+                _log.warning("control plane away", address=address, watch=what, reason=reason)
+            await asyncio.sleep(backoff.next_delay_s())
 
     async def _watch_pipelines(self, channel: grpc.aio.Channel, on_message: Callable[[], None]) -> None:
         request = pipeline_service_pb2.WatchPipelinesRequest(resume_revision=self._table.pipeline_revision)

@@ -4,6 +4,10 @@ The table is fed by ``ControlPlaneWatch`` with what a control plane sends, and b
 session that broke, or a worker that said it is draining. Such an override holds for that claim (id and epoch) until a
 newer fact: the session is up again, or another instance holds the id.
 
+A snapshot that lacks a replica takes it away, but for one that we are in touch with: while no control plane ran, its
+lease could end though it served us all the time, and it will claim its place anew within seconds of being told. Until
+then, and for ``UNCLAIMED_S`` at most, it stays as a suspect: taken only if nothing better is left.
+
 Guarantees: records are never changed in place; listeners are called synchronously, in the order of the changes, and
 see the table as it is after the change. Not guaranteed: that a replica shown as routable still is.
 """
@@ -11,16 +15,20 @@ see the table as it is after the change. Not guaranteed: that a replica shown as
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from gateway.graph import PipelineGraph
 from gateway.known_pipelines import KnownPipelines
 from omni.v1 import pipeline_pb2, types_pb2
+from omnicore.clock import SYSTEM_CLOCK, Clock
 from omnicore.log import get_logger
 from omnicore.routing import lacking_connectors
 
 _log = get_logger(__name__)
+
+UNCLAIMED_S = 10.0
+"""A worker that beats finds a control plane that is back within 3 s, and then has a claim; one that hangs never does."""
 
 StageKey = tuple[str, int]
 """Pipeline name and stage id."""
@@ -49,6 +57,8 @@ class ReplicaView:
     """It has said nothing in our session for a while, though it has calls."""
     lacking: tuple[str, ...] = ()
     """Connectors that its stage needs and that it cannot use now."""
+    unclaimed_s: float | None = None
+    """Since when (monotonic) the registry has no claim of it; None: it has one."""
 
     @property
     def key(self) -> ReplicaKey:
@@ -80,7 +90,7 @@ class ReplicaView:
     @property
     def suspect(self) -> bool:
         """Take it only if nothing better is left."""
-        return self.record.suspect or self.silent
+        return self.record.suspect or self.silent or self.unclaimed_s is not None
 
 
 class TableListener(Protocol):
@@ -98,7 +108,10 @@ class TableListener(Protocol):
 class ReplicaTable:
     """The table. Used from one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.in_touch: Callable[[Claim], bool] = lambda claim: False
+        """Whether our session to this claim is up; the router's to say."""
+        self._clock = clock
         self.pipelines = KnownPipelines()
         self.replicas: dict[ReplicaKey, ReplicaView] = {}
         self.revision = 0
@@ -107,6 +120,7 @@ class ReplicaTable:
         self.stale = False
         """The control plane itself cannot reach its store."""
         self._listeners: list[TableListener] = []
+        self._unclaimed: set[ReplicaKey] = set()
 
     def add_listener(self, listener: TableListener) -> None:
         """Call ``listener`` from the next change on, after those added before it."""
@@ -150,8 +164,9 @@ class ReplicaTable:
         """Take in one message of WatchReplicas.
 
         A snapshot that its sender calls stale never takes replicas away: a control plane that was restarted while its
-        store is down knows less than we do.
+        store is down knows less than we do. Nor does any snapshot at once take away who serves us.
         """
+        now_s = self._clock.monotonic()
         records = {replica_key(record.ref): record for record in changed}
         self.revision, self.stale = revision, stale
         for ref in removed:
@@ -161,7 +176,10 @@ class ReplicaTable:
                 self._set(view.key, None)
         if snapshot and not stale:
             for key in [key for key in self.replicas if key not in records]:
-                self._set(key, None)
+                view = self.replicas[key]
+                kept = dataclasses.replace(view, unclaimed_s=now_s if view.unclaimed_s is None else view.unclaimed_s)
+                self._set(key, kept if self._serves(view) else None)
+        self._drop_unclaimed(records, now_s)
         for key, record in records.items():
             old = self.replicas.get(key)
             lacking = self._lacking(record)
@@ -171,7 +189,23 @@ class ReplicaTable:
                 # What sessions told belongs to the address that they are with.
                 moved = record.endpoint != old.record.endpoint
                 before = ReplicaView(record) if moved else old
-                self._set(key, dataclasses.replace(before, record=record, lacking=lacking))
+                self._set(key, dataclasses.replace(before, record=record, lacking=lacking, unclaimed_s=None))
+
+    def _serves(self, view: ReplicaView) -> bool:
+        """We are in touch with it, and neither the registry nor its session said a word against it."""
+        return view.routable and not view.record.suspect and not view.silent and self.in_touch(view.claim)
+
+    def _drop_unclaimed(self, records: dict[ReplicaKey, types_pb2.Replica], now_s: float) -> None:
+        """Those that had their time, or have another place by now. Every message comes here, bookmarks too."""
+        if not self._unclaimed:
+            return
+        elsewhere = {record.instance_uuid for record in records.values()}
+        for key in self._unclaimed - records.keys():
+            view = self.replicas[key]
+            assert view.unclaimed_s is not None
+            moved = view.record.instance_uuid and view.record.instance_uuid in elsewhere
+            if moved or now_s - view.unclaimed_s >= UNCLAIMED_S:
+                self._set(key, None)
 
     # -- facts from sessions --
 
@@ -211,6 +245,10 @@ class ReplicaTable:
             if old is not None and old == new:
                 return
             self.replicas[key] = new
+        if new is not None and new.unclaimed_s is not None:
+            self._unclaimed.add(key)
+        else:
+            self._unclaimed.discard(key)
         if old is not None and new is not None and old.epoch != new.epoch:
             self._notify(old, None)
             self._notify(None, new)

@@ -75,6 +75,7 @@ class Router:
         self._retiring: set[asyncio.Task[None]] = set()
         self._closed = False
         table.add_listener(self)
+        table.in_touch = self.is_connected
 
     async def pick(
         self,
@@ -185,6 +186,11 @@ class Router:
         """This very instance may take requests now."""
         view = self.table.replicas.get(claim[:3])
         return view is not None and view.epoch == claim[3] and view.routable
+
+    def is_connected(self, claim: Claim) -> bool:
+        """Our session to this very instance is up."""
+        session = self.sessions.get(claim)
+        return session is not None and session.connected
 
     def is_well(self, claim: Claim) -> bool:
         """As ``is_routable``, and nothing speaks against it."""

@@ -8,9 +8,10 @@ import pytest
 
 from gateway import validation
 from gateway.graph import PipelineGraph
-from gateway.replica_table import ReplicaTable, ReplicaView
+from gateway.replica_table import UNCLAIMED_S, ReplicaTable, ReplicaView
 from omni.v1 import types_pb2
 from omnicore import errors
+from omnicore.clock import ManualClock
 from tests.support.pipelines import speech_pipeline, text_pipeline
 
 READY = types_pb2.REPLICA_STATE_READY
@@ -72,6 +73,71 @@ def test_a_stale_snapshot_takes_nothing_away() -> None:
     apply(made, snapshot=True, stale=True)
     assert made.stale
     assert len(made.replicas) == 1
+
+
+def test_who_serves_us_outlives_a_snapshot_without_it_as_a_suspect_for_a_while() -> None:
+    clock = ManualClock()
+    made = ReplicaTable(clock)
+    key, other = ("text", 0, 0), ("text", 0, 1)
+    made.in_touch = lambda claim: claim == (*key, 5)
+    apply(made, replica(0, 5), replica(1, 6), snapshot=True)
+    apply(made, snapshot=True)  # of a control plane that found no claims: all leases ended while there was none
+    assert list(made.replicas) == [key], "with the other one nobody is in touch"
+    assert other not in made.replicas
+    assert made.replicas[key].routable
+    assert made.replicas[key].suspect
+
+    apply(made, replica(0, 9))
+    assert made.replicas[key].epoch == 9
+    assert not made.replicas[key].suspect, "it has a claim again"
+
+    made.in_touch = lambda claim: True
+    apply(made, snapshot=True)
+    clock.advance(UNCLAIMED_S - 0.1)
+    apply(made, snapshot=True)  # another one does not begin the time anew
+    assert key in made.replicas
+    clock.advance(0.1)
+    apply(made)  # a bookmark
+    assert not made.replicas
+
+
+def test_who_has_no_claim_goes_when_it_is_known_to() -> None:
+    made, _ = table()
+    made.in_touch = lambda claim: True
+    key = ("text", 0, 0)
+
+    def lose() -> None:
+        apply(made, replica(0, 5, instance_uuid="a"), snapshot=True)
+        apply(made, snapshot=True)
+        assert made.replicas[key].suspect
+
+    lose()
+    apply(made, removed=[replica(0, 5).ref])
+    assert not made.replicas
+    lose()
+    apply(made, replica(3, 9, instance_uuid="a"))
+    assert list(made.replicas) == [("text", 0, 3)], "it has another place"
+    lose()
+    apply(made, replica(0, 5, instance_uuid="a"))
+    assert not made.replicas[key].suspect, "the claim was there after all"
+
+
+@pytest.mark.parametrize("against", ["draining", "silent", "broken", "suspect", "cordoned"])
+def test_who_is_not_well_does_not_outlive_its_claim(against: str) -> None:
+    made, _ = table()
+    made.in_touch = lambda claim: True
+    key = ("text", 0, 0)
+    apply(made, replica(0, 5), snapshot=True)
+    if against == "draining":
+        made.mark_draining(key, 5)
+    elif against == "silent":
+        made.mark_silent(key, 5, True)
+    elif against == "broken":
+        made.mark_broken(key, 5, True)
+    else:
+        apply(made, replica(0, 5, **{against: True}))
+    apply(made, snapshot=True)
+    assert not made.replicas
 
 
 def test_another_instance_is_a_removal_and_an_addition() -> None:
