@@ -28,7 +28,7 @@ from omnicore.routing import lacking_connectors
 _log = get_logger(__name__)
 
 UNCLAIMED_S = 10.0
-"""A worker that beats finds a control plane that is back within 3 s, and then has a claim; one that hangs never does."""
+"""A worker that beats finds a control plane that is back within 3 s, and claims; one that hangs never does."""
 
 StageKey = tuple[str, int]
 """Pipeline name and stage id."""
