@@ -82,6 +82,7 @@ class Gateway:
             hung_after_s=config.hung_after_s,
             max_held=config.max_held,
             connect=self._security.to_worker,
+            dial=self._security.dial_worker,
         )
         self.metrics = GatewayMetrics()
         self._use = SharedUse(self.siblings.place) if not self.siblings.place.alone else None

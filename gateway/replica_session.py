@@ -1,8 +1,8 @@
 """The one bidirectional stream between this gateway and one replica.
 
 gRPC is paid per message, so messages are few: calls and aborts of one event-loop turn leave in one frame, and a frame
-from the worker carries the events of every request that an engine step touched. Events go to their call's sink by a
-plain function call; nothing is scheduled per token.
+from the worker carries the events of every request that an engine step touched. Events go from the socket to their
+call's sink by plain function calls; nothing is scheduled per frame or token.
 
 Guarantees: a sink gets events in order and then exactly one end — an event with ``finish``, or ``on_error``; after an
 abort it gets nothing more. When the stream breaks, every call's sink gets its error at once. A sink that raises costs
@@ -23,16 +23,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeAlias
 
 import grpc.aio
 
 from gateway.session_roles import AbortedCall, CallSink, SessionListener
 from gateway.silence import Silence
+from gateway.worker_rpcs import WorkerRpcs
 from omni.v1 import stage_service_pb2, stage_service_pb2_grpc, types_pb2
 from omnicore import errors, rpc
 from omnicore.backoff import Backoff
 from omnicore.durations import to_duration
+from omnicore.grpc_stream import Dial, GrpcStream, open_stream
 from omnicore.log import get_logger
 
 _log = get_logger(__name__)
@@ -52,10 +53,7 @@ _MOST_BACKOFF_S = 0.4  # with the jitter 0.6: who is back is used again within a
 _FRAME_BYTES = 1024 * 1024
 # The codes with which a replica says: you mean another instance, or something that I am not.
 _REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED)
-
-
-if TYPE_CHECKING:
-    _Stream: TypeAlias = grpc.aio.StreamStreamCall[stage_service_pb2.SessionRequest, stage_service_pb2.SessionResponse]
+_METHOD = "/omni.v1.StageService/Session"
 
 
 class ReplicaSession:
@@ -68,10 +66,12 @@ class ReplicaSession:
         *,
         gateway_id: str,
         connect: Callable[[str], grpc.aio.Channel] = rpc.channel,
+        dial: Callable[[str], Dial] = Dial,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         hung_after_s: float = 3.0,
     ) -> None:
-        """``hung_after_s``: 0 never takes the replica for hung."""
+        """``dial`` tells how to reach an endpoint with the stream, ``connect`` makes a channel for RPCs beside it; both
+        may raise ``OmniError``. ``hung_after_s``: 0 never takes the replica for hung."""
         self.record = record
         self.connected = False
         self.breaks = 0
@@ -80,11 +80,12 @@ class ReplicaSession:
         self.frames_received = 0
         self._listener = listener
         self._gateway_id = gateway_id
-        self._connect = connect
+        self._dial = dial
+        self._rpcs = WorkerRpcs(record.endpoint, connect)
         self._hung_after_s = hung_after_s
         self._connect_timeout_s = min(connect_timeout_s, hung_after_s) if hung_after_s else connect_timeout_s
         self._silence = Silence(SUSPECT_AFTER_S, hung_after_s, _TICK_S)
-        self._stream: _Stream | None = None
+        self._stream: GrpcStream | None = None
         self._hung = False
         self._watchdog: asyncio.TimerHandle | None = None
         self._ticked_s = 0.0
@@ -96,13 +97,16 @@ class ReplicaSession:
         """Why the session is down, after it was up or could not get up; empty while it begins and while it is up."""
         self._calls: list[stage_service_pb2.StageCall] = []
         self._aborts: list[int] = []
-        self._wake = asyncio.Event()
+        self._sending = False
+        """``_send`` will be called, in the next turn of the loop."""
         self._retiring = False
         self._closing = False
         self._idle = asyncio.Event()
         self._begun = asyncio.Event()
         """It has been up, or could not get up."""
-        self._channel: grpc.aio.Channel | None = None
+        self._backoff = Backoff(initial_s=0.05, max_s=_MOST_BACKOFF_S)
+        self._until_welcome: asyncio.Timeout | None = None
+        self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -135,7 +139,8 @@ class ReplicaSession:
         self._sinks[call_id] = sink
         self._idle.clear()
         self._calls.append(call)
-        self._wake.set()
+        if not self._sending:
+            self._send_soon()
         if self._watchdog is None:
             self._watch()
         return call_id
@@ -155,7 +160,7 @@ class ReplicaSession:
                 return
         self._sinks[call_id] = AbortedCall(request_id)
         self._aborts.append(call_id)
-        self._wake.set()
+        self._send_soon()
 
     def discard(self, call_id: int, *, lazily: bool = False) -> None:
         """Have the worker drop what an ended call still holds for consumers that will not come. ``lazily``: with the
@@ -167,29 +172,20 @@ class ReplicaSession:
             self._watch()
         else:
             self._aborts.append(call_id)
-            self._wake.set()
+            self._send_soon()
 
     async def abort_request(self, request_id: str, reason: str) -> None:
         """Tell the replica to let go of everything of a request, also what its ended calls left behind."""
-        if self._channel is None or not self.connected:
-            return
-        stub = stage_service_pb2_grpc.StageServiceStub(self._channel)
-        try:
-            await stub.Abort(
-                stage_service_pb2.StageServiceAbortRequest(request_id=request_id, reason=reason),
-                timeout=self._connect_timeout_s,
-            )
-        except grpc.aio.AioRpcError as error:
-            # Expiry frees it in the end; nobody waits for this.
-            _log.warning("abort failed", request_id=request_id, **self._who(), reason=error.details())
+        if self.connected:
+            await self._rpcs.abort(request_id, reason, self._connect_timeout_s)
 
     async def stub(self) -> stage_service_pb2_grpc.StageServiceAsyncStub:
         """For RPCs beside the stream; waits for a session that only begins: its replica is routed to already. Raises
         ``UnavailableError`` while the session is down."""
         await self._begun.wait()
-        if self._channel is None or not self.connected:
+        if not self.connected:
             raise self._lost(self._broken or "not connected")
-        return stage_service_pb2_grpc.StageServiceStub(self._channel)
+        return self._rpcs.stub()
 
     # -- watching --
 
@@ -207,7 +203,7 @@ class ReplicaSession:
         if self._lazy_aborts:
             self._aborts += self._lazy_aborts
             self._lazy_aborts.clear()
-            self._wake.set()
+            self._send_soon()
         silence, was_suspicious = self._silence, self._silence.suspicious
         if self._sinks and not was_suspicious:  # of one that says nothing at all, silence itself is the sign
             self._give_up_aborts()
@@ -283,15 +279,13 @@ class ReplicaSession:
             await self.close()
 
     async def _run(self) -> None:
-        backoff = Backoff(initial_s=0.05, max_s=_MOST_BACKOFF_S)
         patience = Backoff(initial_s=0.2, max_s=10.0)
         try:
             while True:
                 try:
-                    self._channel = self._connect(self.record.endpoint)
-                    await self._serve(self._channel, backoff)
+                    await self._serve()
                     reason, refused = "the stream ended", False
-                except errors.OmniError as error:  # no channel can be had to this address
+                except errors.OmniError as error:  # this address may not be dialled
                     reason, refused = error.message, True
                 except grpc.aio.AioRpcError as error:
                     reason, refused = errors.from_rpc_error(error).message, error.code() in _REFUSALS
@@ -301,84 +295,74 @@ class ReplicaSession:
                 except Exception as error:  # noqa: BLE001 -- whatever it is, it must cost this session only
                     _log.exception("session failed", **self._who())
                     reason, refused = f"internal error ({type(error).__name__})", False
-                finally:
-                    channel, self._channel = self._channel, None
-                    if channel is not None:
-                        await self._close(channel)
                 if self._hung:
                     silent_s = max(round(self.silent_s), self._hung_after_s or self._connect_timeout_s)
                     reason = f"it hangs: no sign of life for {silent_s:g} s"
                 self._broke(reason)
                 self._hung = False
+                await self._rpcs.close()
                 if self._retiring:
                     return
                 if refused:
                     _log.warning("session refused", **self._who(), reason=reason)
-                await asyncio.sleep((patience if refused else backoff).next_delay_s())
+                await asyncio.sleep((patience if refused else self._backoff).next_delay_s())
         finally:
             self._broke("the session was closed")
+            await self._rpcs.close()
 
-    async def _close(self, channel: grpc.aio.Channel) -> None:
-        try:
-            await channel.close(None)
-        except Exception:  # noqa: BLE001 -- the session must go on to its next channel, or the replica is lost for good
-            _log.exception("channel failed to close", **self._who())
-
-    async def _serve(self, channel: grpc.aio.Channel, backoff: Backoff) -> None:
-        open_stream: Callable[[], _Stream] = stage_service_pb2_grpc.StageServiceStub(channel).Session  # type: ignore[assignment]
-        call = self._stream = open_stream()
+    async def _serve(self) -> None:
         self._silence.reset()
-        try:
-            await self._converse(call, backoff)
-        except asyncio.CancelledError:
-            # gRPC reports a call that was given up here in the same way as the cancellation of this task.
-            if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise
-        finally:
-            self._stream = None
-            call.cancel()
-
-    async def _converse(self, call: _Stream, backoff: Backoff) -> None:
         hello = stage_service_pb2.SessionHello(gateway_id=self._gateway_id, replica=self.record.ref)
         if self._hung_after_s:
             hello.beat_interval.CopyFrom(to_duration(BEAT_S))
-        async with asyncio.timeout(self._connect_timeout_s):
-            await call.write(stage_service_pb2.SessionRequest(hello=hello))
-            first = await call.read()
-        if not isinstance(first, stage_service_pb2.SessionResponse):
-            return
-        backoff.reset()
+        dial = self._dial(self.record.endpoint)
+        try:
+            async with asyncio.timeout(self._connect_timeout_s) as self._until_welcome:
+                async with open_stream(dial, _METHOD, self._on_message) as self._stream:
+                    self._stream.write(stage_service_pb2.SessionRequest(hello=hello).SerializeToString())
+                    await self._stream.ended()
+        finally:
+            self._stream = None
+
+    def _on_message(self, message: bytes) -> None:
+        frame = stage_service_pb2.SessionResponse.FromString(message)
+        if not self.connected:
+            self._welcomed()
+        self._take(frame)
+
+    def _welcomed(self) -> None:
+        if self._until_welcome is not None:
+            self._until_welcome.reschedule(None)
+        self._backoff.reset()
         self.connected, self._broken = True, ""
         self._begun.set()
         _log.info("session open", **self._who())
         self._listener.on_session(self.record, True)
-        self._take(first)
-        writer = asyncio.create_task(self._write(call))
-        try:
-            while isinstance(frame := await call.read(), stage_service_pb2.SessionResponse):
-                self._take(frame)
-        finally:
-            writer.cancel()
-            await asyncio.gather(writer, return_exceptions=True)
+        self._send_soon()
 
-    async def _write(self, call: _Stream) -> None:
+    def _send_soon(self) -> None:
+        """With all else of this loop turn."""
+        if not self._sending:
+            self._sending = True
+            self._loop.call_soon(self._send)
+
+    def _send(self) -> None:
+        self._sending = False
+        stream = self._stream
+        if stream is None or not self.connected:
+            return  # when it is, this is called again
+        calls, self._calls = self._calls, []
+        aborts, self._aborts = self._aborts, []
+        if self._lazy_aborts:
+            aborts += self._lazy_aborts
+            self._lazy_aborts.clear()
         try:
-            while True:
-                await self._wake.wait()
-                self._wake.clear()
-                calls, self._calls = self._calls, []
-                aborts, self._aborts = self._aborts, []
-                if self._lazy_aborts:
-                    aborts += self._lazy_aborts
-                    self._lazy_aborts.clear()
-                for frame in _frames(calls, aborts):
-                    self.frames_sent += 1
-                    await call.write(frame)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return  # the stream is over: the reader learns why, and every call's sink with it
+            for frame in _frames(calls, aborts):
+                self.frames_sent += 1
+                stream.write(frame.SerializeToString())
         except Exception:  # noqa: BLE001 -- a session that cannot send must break, not linger
             _log.exception("session cannot send", **self._who())
-            call.cancel()
+            stream.cancel()
 
     def _take(self, frame: stage_service_pb2.SessionResponse) -> None:
         self.frames_received += 1
@@ -395,7 +379,7 @@ class ReplicaSession:
                 _log.exception("event handling failed", call_id=call_id, **self._who())
                 if sinks.pop(call_id, None) is not None:
                     self._aborts.append(call_id)
-                    self._wake.set()
+                    self._send_soon()
                 self._fail(sink, errors.from_exception(error))
         if not sinks:
             self._note_idle()

@@ -23,6 +23,7 @@ from gateway.topology import Distances
 from omni.v1 import prompt_pb2, types_pb2
 from omnicore import errors, rpc
 from omnicore.clock import SYSTEM_CLOCK, Clock
+from omnicore.grpc_stream import Dial
 from omnicore.log import get_logger
 
 _log = get_logger(__name__)
@@ -56,6 +57,7 @@ class Router:
         rng: random.Random | None = None,
         clock: Clock = SYSTEM_CLOCK,
         connect: Callable[[str], grpc.aio.Channel] = rpc.channel,
+        dial: Callable[[str], Dial] = Dial,
     ) -> None:
         self.table = table
         self.pools: dict[StageKey, StagePool] = {}
@@ -71,6 +73,7 @@ class Router:
         self._rng = rng or random.Random()
         self._clock = clock
         self._connect = connect
+        self._dial = dial
         self._distances = Distances()
         self._retiring: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -252,7 +255,12 @@ class Router:
             self._retire(new.claim)
         if record.state != types_pb2.REPLICA_STATE_STARTING and new.claim not in self.sessions and not self._closed:
             session = ReplicaSession(
-                record, self, gateway_id=self._gateway_id, connect=self._connect, hung_after_s=self._hung_after_s
+                record,
+                self,
+                gateway_id=self._gateway_id,
+                connect=self._connect,
+                dial=self._dial,
+                hung_after_s=self._hung_after_s,
             )
             self.sessions[new.claim] = session
             session.start()

@@ -19,6 +19,7 @@ from omnicore import config, errors, rpc, tls
 from omnicore.access import Role
 from omnicore.authorize import Authorizer
 from omnicore.config import option
+from omnicore.grpc_stream import Dial
 from omnicore.log import get_logger
 from omnicore.token_channel import TokenChannel
 from omnicore.tokens import TokenFile
@@ -102,12 +103,7 @@ class Security:
 
         Raises ``FailedPreconditionError`` where that would be plaintext beyond loopback."""
         if self._identity is None:
-            if not self._may(target):
-                raise errors.FailedPreconditionError(
-                    f"will not connect to {peer} {target} in plaintext, which is beyond loopback: {_REMEDY}",
-                    reason="PLAINTEXT",
-                    metadata={"address": target},
-                )
+            self._check_may(target, peer)
             channel = rpc.channel(target, watched=watched)
         else:
             credentials = self._identity.current().channel_credentials()
@@ -127,6 +123,13 @@ class Security:
     def to_peer(self, target: str) -> grpc.aio.Channel:
         """``channel`` between workers, whose requests wait for each other's data: one that hangs is soon noticed."""
         return self.channel(target, Role.WORKER, watched=True)
+
+    def dial_worker(self, target: str) -> Dial:
+        """For a stream to a worker, on a connection of its own. Raises as ``channel`` does."""
+        if self._identity is None:
+            self._check_may(target, Role.WORKER)
+            return Dial(target)
+        return Dial(target, self._identity.current().client_context(), f"{Role.WORKER}.{self._domain}")
 
     # --- serving ----------------------------------------------------------------------------------------------------
 
@@ -149,6 +152,14 @@ class Security:
             return ()
         domain = self._domain if self._identity is not None else ""
         return (Authorizer(tls_domain=domain, token_files=token_files or {}),)
+
+    def _check_may(self, target: str, peer: Role) -> None:
+        if not self._may(target):
+            raise errors.FailedPreconditionError(
+                f"will not connect to {peer} {target} in plaintext, which is beyond loopback: {_REMEDY}",
+                reason="PLAINTEXT",
+                metadata={"address": target},
+            )
 
     def _may(self, address: str) -> bool:
         return self._identity is not None or self._insecure or is_loopback(address)

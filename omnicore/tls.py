@@ -44,6 +44,15 @@ class Identity:
         """For a client that shows the certificate, and believes servers that the authority signed."""
         return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
 
+    def client_context(self) -> ssl.SSLContext:
+        """The same, for a client that speaks HTTP/2 by itself."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["h2"])
+        _believe(context, self.ca)
+        load_certificate(context, {CERT: self.cert, KEY: self.key})
+        return context
+
     def server_configuration(self) -> Any:
         """For a server that shows the certificate, and demands one that the authority signed."""
         return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], root_certificates=self.ca)

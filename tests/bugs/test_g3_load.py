@@ -197,6 +197,7 @@ async def test_bug_32_a_channel_that_does_not_close_keeps_no_count() -> None:
         (session,) = router.sessions.values()
         (slot,) = router.pools["text", 0].slots.values()
         await wait_until(lambda: session.connected, what="a session")
+        await session.stub()  # of RPCs beside it: the only channel there is
         states = [await orchestrator.submit(text_request(f"r{n}", table)) for n in range(8)]
         await wait_until(lambda: len(worker.running) == 8, what="calls")
         assert slot.inflight == 8

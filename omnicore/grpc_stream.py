@@ -1,0 +1,203 @@
+"""One bidirectional gRPC stream on a connection of its own, for paths where every message counts.
+
+The far end is any gRPC server. Nothing is scheduled between the socket and whoever takes the messages: ``on_message``
+is called from within the event loop's reading, ``write`` writes to the socket at once. All else of gRPC, and every
+other stream, goes through ``omnicore.rpc``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from omnicore.config import split_host_port
+from omnicore.http2 import GrpcClientConnection, ProtocolError
+from omnicore.rpc import MAX_MESSAGE_BYTES
+
+KEEPALIVE_S = 10.0
+KEEPALIVE_TIMEOUT_S = 3.0
+"""As channels have it (``rpc.CHANNEL_OPTIONS``): a peer that vanished without a word is noticed after 13 s."""
+_PINGS = 2
+"""Within that time: when this process itself did not run for a while, what came meanwhile is read after the first."""
+_GOODBYE_S = 1.0
+"""How long a peer may take to close its side of TLS."""
+_USER_AGENT = "omniplane-python"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dial:
+    """Where to connect, and how."""
+
+    target: str
+    """"host:port"."""
+    tls: ssl.SSLContext | None = None
+    """None: plaintext."""
+    server_name: str = ""
+    """For whom the certificate must be; empty: for the host."""
+
+
+class GrpcStream(asyncio.Protocol):
+    """See ``open_stream``."""
+
+    def __init__(self, connection: GrpcClientConnection, on_message: Callable[[bytes], None]) -> None:
+        self._connection = connection
+        self._on_message = on_message
+        self._transport: asyncio.Transport | None = None
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._ended.add_done_callback(_seen)
+        self._heard = False
+        self._keepalive: asyncio.TimerHandle | None = None
+
+    # -- what its user does --
+
+    def write(self, message: bytes) -> None:
+        """Send one message, as soon as the peer has room; nothing happens once the stream has ended. Does not block:
+        what is waiting for room is kept."""
+        if self._transport is not None and self._connection.status is None:
+            data = self._connection.send(message)
+            if data:
+                self._transport.write(data)
+
+    def cancel(self) -> None:
+        """End it: ``ended`` raises CANCELLED."""
+        self._connection.cancel()
+        self._settle()
+
+    async def ended(self) -> None:
+        """Return when the server has ended the stream with OK. Raises ``grpc.aio.AioRpcError`` if it ended in any
+        other way, and what ``on_message`` raised."""
+        await asyncio.shield(self._ended)
+
+    # -- what the event loop tells --
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Of ``asyncio.Protocol``."""
+        self._transport = transport  # type: ignore[assignment]
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._flush()
+        self._keepalive = self._loop.call_later(KEEPALIVE_S, self._ask)
+
+    def data_received(self, data: bytes) -> None:
+        """Of ``asyncio.Protocol``."""
+        self._heard = True
+        connection = self._connection
+        try:
+            for message in connection.receive(data):
+                if self._ended.done():
+                    break  # by us, meanwhile
+                self._on_message(message)
+        except ProtocolError as error:
+            connection.lost(f"the peer breaks the protocol: {error}")
+        except Exception as error:  # noqa: BLE001 -- for who waits in ``ended``
+            if not self._ended.done():
+                self._ended.set_exception(error)
+            connection.cancel()
+        self._flush()
+        if connection.status is not None:
+            self._settle()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Of ``asyncio.Protocol``."""
+        self._connection.lost(f"the connection was lost: {error}" if error else "the peer closed the connection")
+        self._settle()
+
+    # -- inside --
+
+    def _flush(self) -> None:
+        assert self._transport is not None
+        outgoing = self._connection.take_outgoing()
+        if outgoing and not self._transport.is_closing():
+            self._transport.write(outgoing)
+
+    def _ask(self) -> None:
+        """Nothing came for a while: is there anybody?"""
+        if self._heard:
+            self._heard = False
+            self._keepalive = self._loop.call_later(KEEPALIVE_S, self._ask)
+        else:
+            self._ping(_PINGS)
+
+    def _ping(self, left: int) -> None:
+        if self._heard:
+            self._ask()
+        elif left:
+            self._connection.ping()
+            self._flush()
+            self._keepalive = self._loop.call_later(KEEPALIVE_TIMEOUT_S / _PINGS, self._ping, left - 1)
+        else:
+            self._connection.lost(f"no answer to a ping within {KEEPALIVE_TIMEOUT_S:g} s")
+            self._settle()
+
+    def _settle(self) -> None:
+        """It has ended: say so, and leave."""
+        if self._keepalive is not None:
+            self._keepalive.cancel()
+            self._keepalive = None
+        status = self._connection.status
+        assert status is not None
+        if not self._ended.done():
+            if status.code() is grpc.StatusCode.OK:
+                self._ended.set_result(None)
+            else:
+                self._ended.set_exception(status)
+        if self._transport is not None and not self._transport.is_closing():
+            self._flush()
+            # What the peer has not read by now it need not read any more.
+            if status.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+                self._transport.abort() if self._transport.get_write_buffer_size() else self._transport.close()
+            else:
+                self._transport.close()
+
+
+def _seen(ended: asyncio.Future[None]) -> None:
+    """An end that nobody waits for is no mistake."""
+    if not ended.cancelled():
+        ended.exception()
+
+
+@contextlib.asynccontextmanager
+async def open_stream(dial: Dial, path: str, on_message: Callable[[bytes], None]) -> AsyncIterator[GrpcStream]:
+    """Call the bidirectional method ``path`` ("/package.Service/Method") of the server that ``dial`` tells.
+
+    ``on_message`` gets every message as bytes, in order; it must be quick, must not block, and what it raises ends the
+    stream. On leaving, the stream is cancelled if it has not ended. Raises ``grpc.aio.AioRpcError`` with UNAVAILABLE if
+    there is no connection to be had, for as long as that takes: give it a timeout.
+    """
+    host, port = split_host_port(dial.target)
+    loop = asyncio.get_running_loop()
+    connection = GrpcClientConnection(
+        dial.target,
+        path,
+        scheme="http" if dial.tls is None else "https",
+        user_agent=_USER_AGENT,
+        max_message_bytes=MAX_MESSAGE_BYTES,
+    )
+    stream = GrpcStream(connection, on_message)
+    tls: dict[str, Any] = {}
+    if dial.tls is not None:
+        tls = {"ssl": dial.tls, "server_hostname": dial.server_name or host, "ssl_shutdown_timeout": _GOODBYE_S}
+    try:
+        transport, _ = await loop.create_connection(lambda: stream, host, port, **tls)
+    except OSError as error:
+        raise _unavailable(f"failed to connect to {dial.target}: {error}") from error
+    try:
+        if dial.tls is not None and transport.get_extra_info("ssl_object").selected_alpn_protocol() != "h2":
+            raise _unavailable(f"{dial.target} does not speak HTTP/2 over TLS")
+        yield stream
+    finally:
+        stream.cancel()
+
+
+def _unavailable(details: str) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details, details)
