@@ -244,6 +244,8 @@ class Router:
             pool = self._pool(old.key[:2])
             pool.invalidate(old.key)
             pool.remove(old.key)
+            if not pool.slots and old.key[0] not in self.table.pipelines:
+                self.pools.pop(pool.key, None)  # its pipeline went before it
             # Who leaves finishes its work. Who fell silent and lost its claim by that may hang for ever.
             self._retire(old.claim, LOST_SILENCE_S if old.suspect else None)
             return

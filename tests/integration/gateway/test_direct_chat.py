@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from gateway.http.connection import MAX_PIPELINED
 from gateway.request import RequestState
 from omnicore import api_keys
 from omnicore.api_keys import ApiKey, KeyRole
+from tests.integration.gateway import raw
 from tests.integration.gateway.conftest import USER, Stand, running_stand
 from tests.integration.gateway.scripted import Call
 from tests.integration.gateway.scripts import tokens
@@ -72,19 +72,9 @@ async def test_both_ways_answer_the_same(seen: tuple[Stand, list[RequestState]])
     assert (ours[0], ours[-2:], text(ours)) == (full[0], full[-2:], text(full))
 
 
-def _request(body: object) -> bytes:
-    data = json.dumps(body).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-    return head.encode() + b"content-length: %d\r\n\r\n%b" % (len(data), data)
-
-
 async def _answers(reader: asyncio.StreamReader, count: int) -> list[tuple[int, Any]]:
-    found = []
-    for _ in range(count):
-        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
-        length = next(int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"content-length:"))
-        found.append((int(head.split()[1]), json.loads(await reader.readexactly(length))))
-    return found
+    found = [await raw.response(reader) for _ in range(count)]
+    return [(answer.status, answer.json) for answer in found]
 
 
 async def test_pipelined_requests_are_answered_in_order(stand: Stand) -> None:
@@ -96,13 +86,13 @@ async def test_pipelined_requests_are_answered_in_order(stand: Stand) -> None:
 
     await stand.cluster.add("text", 0, script)
     await stand.ready("text")
-    reader, writer = await asyncio.open_connection(*stand.addresses["http"].split(":"))
+    reader, writer = await raw.connect(stand)
     bodies: list[dict[str, Any]] = [
         {"model": "text", "messages": [{"role": "user", "content": f"m{number}"}]} for number in range(12)
     ]
     bodies[4] |= {"timeout": 20}
     bodies[7] |= {"temperature": -1}
-    sent = b"".join(map(_request, bodies))
+    sent = b"".join(map(raw.chat, bodies))
     for begin in range(0, len(sent), 700):
         writer.write(sent[begin : begin + 700])
         await writer.drain()
@@ -120,9 +110,9 @@ async def test_many_that_are_refused_at_once(stand: Stand) -> None:
     await stand.cluster.add("text", 0, tokens(1))
     await stand.ready("text")
     stand.gateway.orchestrator.admission.draining = True
-    reader, writer = await asyncio.open_connection(*stand.addresses["http"].split(":"))
+    reader, writer = await raw.connect(stand)
     count = MAX_PIPELINED
-    writer.write(_request({"model": "text", "messages": USER}) * count)
+    writer.write(raw.chat() * count)
     answers = await _answers(reader, count)
     writer.close()
     assert {(status, body["error"]["code"]) for status, body in answers} == {(503, "gateway_draining")}
@@ -141,18 +131,14 @@ async def test_a_client_that_does_not_read_holds_up_only_itself(stand: Stand) ->
 
     await stand.cluster.add("text", 0, script)
     await stand.ready("text")
-    reader, writer = await asyncio.open_connection(*stand.addresses["http"].split(":"), limit=1024)
-    writer.write(_request({"model": "text", "messages": USER}) * 2)
+    reader, writer = await raw.connect(stand, limit=1024)
+    writer.write(raw.chat() * 2)
     await wait_until(lambda: len(stand.cluster.workers[0].calls) == 1, what="the first call")
     await wait_until(lambda: not stand.gateway.orchestrator.running, what="its end")
     assert len(stand.cluster.workers[0].calls) == 1
-    answers = []
-    for _ in range(2):
-        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
-        length = next(int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"content-length:"))
-        answers.append(json.loads(await asyncio.wait_for(reader.readexactly(length), 60)))
+    answers = await _answers(reader, 2)
     writer.close()
-    assert [answer["choices"][0]["message"]["content"] == large for answer in answers] == [True, True]
+    assert [answer["choices"][0]["message"]["content"] == large for _, answer in answers] == [True, True]
     await stand.settled()
 
 

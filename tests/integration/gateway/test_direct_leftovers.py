@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
-import json
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from gateway.direct import DirectRequest
 from gateway.request import RequestState
 from omnicore import errors
-from tests.integration.gateway.conftest import USER, Stand
+from tests.integration.gateway import raw
+from tests.integration.gateway.conftest import Stand
 from tests.integration.gateway.scripted import Call, Script
 from tests.integration.gateway.scripts import broken, hang, tokens
 from tests.support.processes import wait_until
@@ -41,12 +41,6 @@ def _noting(stand: Stand, refs: list[weakref.ref[RequestState]], script: Script)
     return noting
 
 
-def _request(**fields: object) -> bytes:
-    data = json.dumps({"model": "text", "messages": USER, **fields}).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-    return head + b"content-length: %d\r\n\r\n%b" % (len(data), data)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answered_request_is_freed_without_the_collector(stand: Stand, stream: bool) -> None:
     refs: list[weakref.ref[RequestState]] = []
@@ -66,8 +60,8 @@ async def test_a_request_whose_client_leaves_is_freed_too(stand: Stand, stream: 
     await stand.cluster.add("text", 0, _noting(stand, refs, hang))
     await stand.ready("text")
     with _no_collector():
-        _, writer = await asyncio.open_connection(*stand.addresses["http"].split(":"))
-        writer.write(_request(stream=stream))
+        _, writer = await raw.connect(stand)
+        writer.write(raw.chat(stream=stream))
         await wait_until(lambda: len(refs) == 1, what="the call")
         writer.transport.abort()
         await stand.settled()
@@ -86,8 +80,8 @@ async def test_a_client_that_leaves_an_answer_unread_leaves_nothing(stand: Stand
     await stand.cluster.add("text", 0, _noting(stand, refs, script))
     await stand.ready("text")
     with _no_collector():
-        _, writer = await asyncio.open_connection(*stand.addresses["http"].split(":"), limit=1024)
-        writer.write(_request())
+        _, writer = await raw.connect(stand, limit=1024)
+        writer.write(raw.chat())
         await wait_until(lambda: len(refs) == 1, what="the call")
         await wait_until(lambda: not stand.gateway.orchestrator.running, what="its end")
         writer.transport.abort()
@@ -100,12 +94,11 @@ async def test_one_that_fails_costs_its_response_only(stand: Stand, stream: bool
     error = errors.InvalidRequestError("not like this", reason="BAD")
     await stand.cluster.add("text", 0, broken(error))
     await stand.ready("text")
-    reader, writer = await asyncio.open_connection(*stand.addresses["http"].split(":"))
+    reader, writer = await raw.connect(stand)
     for _ in range(2):
-        writer.write(_request(stream=stream))
-        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
-        assert head.startswith(b"HTTP/1.1 400 ")
-        length = next(int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"content-length:"))
-        assert json.loads(await reader.readexactly(length))["error"]["code"] == "bad"
+        writer.write(raw.chat(stream=stream))
+        answer = await raw.response(reader)
+        body: Any = answer.json
+        assert (answer.status, body["error"]["code"]) == (400, "bad")
         await stand.settled()
     writer.close()

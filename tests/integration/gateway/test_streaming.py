@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-
-import orjson
+from typing import Any
 
 from gateway.http.connection import Connection
-from tests.integration.gateway.conftest import USER, Stand, events
+from tests.integration.gateway import raw
+from tests.integration.gateway.conftest import Stand
 from tests.integration.gateway.scripted import Call
 from tests.support.processes import wait_until
 
@@ -26,35 +26,22 @@ async def test_a_client_that_falls_behind_gets_everything_later(stand: Stand) ->
 
     await stand.cluster.add("text", 0, much)
     await stand.ready("text")
-    body = orjson.dumps({"model": "text", "messages": USER, "stream": True})
-    host, _, port = stand.addresses["http"].partition(":")
-    reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+    reader, writer = await raw.connect(stand, limit=1024)
     try:
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
-        writer.write(head % len(body) + body)
-        assert b" 200 " in await reader.readline()
+        writer.write(raw.chat(stream=True))
+        head = await reader.readline()
+        assert b" 200 " in head
         behind.set()
         # The request is over here, while most of its response waits for a client that has read one line.
         await wait_until(lambda: not stand.gateway.orchestrator.running, what="the end of the request")
         other = [event for event in await stand.stream("text", max_tokens=1) if isinstance(event, dict)]
         assert other, "a client that reads is not kept waiting"
-        raw = await asyncio.wait_for(reader.read(), 30)
+        found: list[Any] = raw.stream_of(await raw.response(reader, head))
     finally:
         writer.close()
-    found = events(_unchunked(raw.partition(b"\r\n\r\n")[2]))
     assert found[-1] == "[DONE]"
     deltas = [event["choices"][0]["delta"] for event in found if isinstance(event, dict) and event["choices"]]
     texts = [delta["content"] for delta in deltas if delta.get("content")]
     assert [text.partition(" ")[0] for text in texts] == [str(number) for number in range(_TOKENS)]
     assert all(text.endswith("x" * 100_000) for text in texts)
     assert Connection.send_timeout_s > 30, "as patient as this test"
-
-
-def _unchunked(data: bytes) -> bytes:
-    parts = []
-    while data:
-        size, _, data = data.partition(b"\r\n")
-        length = int(size, 16)
-        parts.append(data[:length])
-        data = data[length + 2 :]
-    return b"".join(parts)
