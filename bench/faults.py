@@ -14,7 +14,8 @@ Ours alone, since no peer has stages, or a control plane, or restarts that it st
   has come, one talker or code2wav is killed, or hung. Every text and every byte of audio is compared with an
   undisturbed run. The rows "busy" have tokens twice as fast, which takes nearly all of two cores.
 * **F5** the control plane is killed for 30 s under 20 requests a second, then a worker is killed and started again.
-* **F6** ``omnictl restart`` of every replica of the speech pipeline under streams of text and audio.
+* **F6** ``omnictl restart`` of every replica of the speech pipeline under streams of text and audio, with two of every
+  stage; then with one thinker, for which requests wait while it starts.
 
 What is measured replaces the same rows of earlier runs in ``bench/results/faults.json`` and ``docs/faults.md``, so the
 table may be made in parts. After every case of ours all gauges of requests, calls, bindings and handles must be zero.
@@ -283,13 +284,14 @@ async def measure(names: Sequence[str], cases: Sequence[str], plan: Plan, peers:
                     for part, result in (await faults_speech.lost_downstream(run_dir)).items():
                         keep(f"F4 {part}", name, result)
                 elif name == "ours" and case == "F6":
-                    keep("F6", name, await faults_speech.rolling_restart(run_dir))
+                    for part, result in (await faults_speech.rolling_restarts(run_dir)).items():
+                        keep(part, name, result)
     return rows
 
 
 _COLUMNS = ("case", "router", "requests", "failed", "exact", "slower, ms", "unpicked, s", "readmitted, s", "left over")
 _FIELDS = ("requests", "failed", "exact", "slower_ms", "unpicked_s", "readmitted_s", "leftovers")
-_PARTS = ("F1", "F2", "F3", *(f"F4 {part}" for part in faults_speech.PARTS), "F5", "F6")
+_PARTS = ("F1", "F2", "F3", *(f"F4 {part}" for part in faults_speech.PARTS), "F5", *faults_speech.RESTARTS)
 Figures = dict[str, float | int | str]
 
 

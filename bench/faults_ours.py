@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import signal
 import sys
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 import grpc.aio
 
 from bench.gateway_processes import Process, free_port
-from bench.harness import Service
+from bench.harness import Service, cpu_seconds
 from omni.v1 import (
     pipeline_service_pb2,
     pipeline_service_pb2_grpc,
@@ -27,6 +28,8 @@ from omnicore import rpc
 
 TEXT = "text"
 SPEECH = "speech"
+SPEECH_TWO = "speech-two"
+"""As speech, with two thinkers."""
 _DEPLOY_TEXT = """
 pipeline: {name}
 stages:
@@ -73,10 +76,15 @@ edges:
 connectors: {{shm: {{name: shm}}}}
 entrypoints: {{chat: 0}}
 """
-DEPLOYS = {TEXT: _DEPLOY_TEXT, SPEECH: _DEPLOY_SPEECH}
-STAGES = {TEXT: {0: 2}, SPEECH: {0: 1, 1: 2, 2: 2}}
+DEPLOYS = {
+    TEXT: _DEPLOY_TEXT,
+    SPEECH: _DEPLOY_SPEECH,
+    SPEECH_TWO: _DEPLOY_SPEECH.replace("name: thinker\n", "name: thinker\n    num_replicas: 2\n"),
+}
+STAGES = {TEXT: {0: 2}, SPEECH: {0: 1, 1: 2, 2: 2}, SPEECH_TWO: {0: 2, 1: 2, 2: 2}}
 """Replicas of each stage."""
 _READY_S = 60.0
+_LEAST_PRIORITY = 19
 
 
 @dataclasses.dataclass(slots=True)
@@ -307,7 +315,10 @@ class Launcher:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._task: asyncio.Task[None] | None = None
+        self._starting: list[Service] = []
         self.restarts = 0
+        self.starts_cpu_s: list[float] = []
+        """Processor time of each start, from nothing to READY."""
 
     async def __aenter__(self) -> Launcher:
         self._task = asyncio.create_task(self._watch())
@@ -323,11 +334,22 @@ class Launcher:
             for worker in self._cluster.workers:
                 if worker.running.process.poll() is not None:
                     self._cluster.start(worker)
+                    self._starting.append(worker.running)
                     self.restarts += 1
+            for service in [service for service in self._starting if service.serves]:
+                self._starting.remove(service)
+                self.starts_cpu_s.append(cpu_seconds(service.process.pid))
             await asyncio.sleep(0.02)
 
 
 def omnictl(run_dir: Path, address: str, *arguments: str) -> Process:
-    """The operator's command line, as an operator uses it."""
+    """The operator's command line, as an operator uses it. Operators sit elsewhere: here it gets the processor time
+    that nobody else wants, since its start takes half a second of it."""
     argv = [sys.executable, "-m", "omnictl", "--server", address, *arguments]
-    return Process("omnictl", argv, run_dir)
+    command = Process("omnictl", argv, run_dir)
+    os.setpriority(os.PRIO_PROCESS, command.pid, _LEAST_PRIORITY)
+    # A process with a session of its own is scheduled as a group beside all others together: it would have its half.
+    group = Path(f"/proc/{command.pid}/autogroup")
+    if group.exists():
+        group.write_text(str(_LEAST_PRIORITY))
+    return command

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.faults_load import Client, Outcome, count_errors, difference
-from bench.faults_ours import SPEECH, STAGES, Cluster, Launcher, Unit, omnictl, until
+from bench.faults_ours import SPEECH, SPEECH_TWO, STAGES, Cluster, Launcher, Unit, omnictl, until
 
 STREAMS = 16
 _TTFT_MS, _ITL_MS = 20, 20
@@ -19,9 +21,12 @@ _BUSY_ITL_MS = 10
 """At this pace two cores are nearly busy without any fault, and what is made again has to wait for them."""
 _PATIENCE_S = 60.0
 _RESTART_S = 120.0
+_PAUSE_S = 2.0
+"""As between two restarts."""
 _NAMES = {1: "talker", 2: "code2wav"}
 PARTS = tuple(f"{name} {how}" for name in _NAMES.values() for how in ("killed", "hung", "killed, busy"))
 """Of F4."""
+RESTARTS = ("F6", "F6, one thinker")
 
 
 async def _speak(client: Client) -> list[Outcome]:
@@ -109,45 +114,81 @@ async def _disturbed(client: Client, half: float, fault: Callable[[Unit], None],
     return await running
 
 
-async def rolling_restart(run_dir: Path) -> dict[str, Any]:
-    """F6: every replica, one after the other, under load."""
+async def rolling_restarts(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """F6: with two of every stage, and with a thinker that nobody can stand in for."""
+    two = await _rolling_restart(run_dir / "two", SPEECH_TWO, compare=True)
+    one = await _rolling_restart(run_dir / "one", SPEECH, compare=False)
+    return dict(zip(RESTARTS, (two, one), strict=True))
+
+
+async def _rolling_restart(run_dir: Path, pipeline: str, *, compare: bool) -> dict[str, Any]:
+    """Every replica, one after the other, under load. ``compare``: with other processes that use as much of the
+    processors as the starts did."""
     async with (
-        Cluster(run_dir, SPEECH, ttft_ms=_TTFT_MS, itl_ms=_BUSY_ITL_MS) as cluster,
-        Client(cluster.port, SPEECH, timeout_s=_PATIENCE_S) as client,
+        Cluster(run_dir, pipeline, ttft_ms=_TTFT_MS, itl_ms=_BUSY_ITL_MS) as cluster,
+        Client(cluster.port, pipeline, timeout_s=_PATIENCE_S) as client,
     ):
         right = await _speak(client)
         normal_s = statistics.median(outcome.took_s for outcome in right)
-        stop = asyncio.Event()
-        found: list[list[Outcome]] = []
-
-        async def load() -> None:
-            while not stop.is_set():
-                found.append(await _speak(client))
-
-        running = asyncio.create_task(load())
         begin_s = time.monotonic()
-        complaints = []
-        async with Launcher(cluster) as launcher:
-            for stage_id in STAGES[SPEECH]:
-                command = omnictl(run_dir, cluster.address, "restart", f"{SPEECH}/{stage_id}", "--reason", "bench")
-                if not await until(lambda command=command: command.process.poll() is not None, _RESTART_S):  # type: ignore[misc]
-                    command.stop()
-                if command.process.returncode != 0:
-                    complaints.append(f"omnictl {command.process.returncode}: {command.log_tail()[-300:]}")
-            restarts = launcher.restarts
-        took_s = time.monotonic() - begin_s
-        stop.set()
-        await running
+        complaints: list[str] = []
+        async with _load(client) as found, Launcher(cluster) as launcher:
+            for stage_id in STAGES[pipeline]:
+                complaints += await _restart_stage(run_dir, cluster.address, f"{pipeline}/{stage_id}")
+            took_s = time.monotonic() - begin_s
         exact = sum(_compared(batch, right) for batch in found)
         outcomes = [outcome for batch in found for outcome in batch]
         errors = [f"{n} × {kind}" for kind, n in count_errors(outcomes).items()]
-        return {
+        result = {
             "requests": len(outcomes),
             "failed": sum(bool(outcome.error) for outcome in outcomes),
             "exact": exact,
+            "normal_ms": normal_s * 1e3,
             "slower_ms": (max(outcome.took_s for outcome in outcomes) - normal_s) * 1e3,
-            "restarts": restarts,
+            "restarts": launcher.restarts,
             "restarts_took_s": took_s,
+            "start_cpu_s": statistics.median(launcher.starts_cpu_s),
             "errors": ", ".join([*errors, *complaints]),
-            "leftovers": await cluster.leftovers(),
         }
+        if compare:
+            async with _load(client) as beside:
+                for cpu_s in launcher.starts_cpu_s:
+                    await _burn(cpu_s)
+                    await asyncio.sleep(_PAUSE_S)
+            slowest_s = max(outcome.took_s for batch in beside for outcome in batch)
+            result["beside_others_slower_ms"] = (slowest_s - normal_s) * 1e3
+        return result | {"leftovers": await cluster.leftovers()}
+
+
+async def _restart_stage(run_dir: Path, address: str, stage: str) -> list[str]:
+    """What went wrong."""
+    command = omnictl(run_dir, address, "restart", stage, "--reason", "bench")
+    if not await until(lambda: command.process.poll() is not None, _RESTART_S):
+        command.stop()
+    if command.process.returncode == 0:
+        return []
+    return [f"omnictl {command.process.returncode}: {command.log_tail()[-300:]}"]
+
+
+@contextlib.asynccontextmanager
+async def _load(client: Client) -> AsyncIterator[list[list[Outcome]]]:
+    """All questions at once, again and again; the batches so far, and in the end all of them."""
+    stop = asyncio.Event()
+    found: list[list[Outcome]] = []
+
+    async def ask() -> None:
+        while not stop.is_set():
+            found.append(await _speak(client))
+
+    running = asyncio.create_task(ask())
+    try:
+        yield found
+    finally:
+        stop.set()
+        await running
+
+
+async def _burn(cpu_s: float) -> None:
+    """Another process uses so much of a processor, and nothing else."""
+    code = f"import time\nwhile time.process_time() < {cpu_s}: pass"
+    await (await asyncio.create_subprocess_exec(sys.executable, "-c", code)).wait()

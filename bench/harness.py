@@ -113,6 +113,11 @@ class Service:
         content: dict[str, object] = json.loads(self._ready_file.read_text())
         return content
 
+    @property
+    def serves(self) -> bool:
+        """Its ready file is there."""
+        return self._ready_file.exists()
+
     def log_tail(self) -> str:
         """The end of what it said."""
         return self._log_path.read_text()[-3000:]
