@@ -39,6 +39,7 @@ from gateway.rest.routes import SERVICES, RestRoutes
 from gateway.router import Router
 from gateway.routes import RouteTable
 from gateway.startup import StartupGate
+from gateway.traces import Tracing
 from omni.v1 import inference_service_pb2_grpc, router_service_pb2_grpc
 from omnicore import config as configuration
 from omnicore import rpc
@@ -46,6 +47,7 @@ from omnicore.access import Role
 from omnicore.log import get_logger
 from omnicore.process import Shutdown, run, write_ready_file
 from omnicore.security import Security, is_loopback
+from omnicore.tracing import Sampler, export
 
 _log = get_logger(__name__)
 
@@ -85,6 +87,7 @@ class Gateway:
             dial=self._security.dial_worker,
         )
         self.metrics = GatewayMetrics()
+        self._spans = export(config, "omniplane-gateway", instance=self.gateway_id)
         self._use = SharedUse(self.siblings.place) if not self.siblings.place.alone else None
         accounts = Accounts(elsewhere=self._use.of) if self._use is not None else Accounts()
         admission = Admission(config.max_inflight, config.max_queued, config.queue_timeout_s, accounts=accounts)
@@ -96,6 +99,7 @@ class Gateway:
             buffer_limit_bytes=config.stream_buffer_bytes,
             kept_requests=config.kept_requests,
             on_end=self.metrics.request_ended,
+            tracing=Tracing(Sampler(config.trace_sample), self._spans) if self._spans is not None else None,
         )
         self.watch = ControlPlaneWatch(config.control_plane, self.table, connect=self._security.to_control_plane)
         self.metrics.watch(self.router, self.orchestrator, self.watch)
@@ -187,6 +191,8 @@ class Gateway:
         await self.orchestrator.close()
         await self.watch.close()
         await self.router.close()
+        if self._spans is not None:
+            await self._spans.close()
 
     async def _heard_of_the_cluster(self) -> None:
         """Follow the control plane, and wait a bounded time for what it says."""

@@ -12,6 +12,7 @@ from omnicore.config import host_port, host_ports, not_negative, option, positiv
 from omnicore.process import ProcessConfig
 from omnicore.rpc import MAX_MESSAGE_BYTES
 from omnicore.security import SecurityConfig
+from omnicore.tracing import TraceConfig, share
 
 
 def _place(value: str) -> None:
@@ -19,7 +20,7 @@ def _place(value: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class GatewayConfig(ProcessConfig, SecurityConfig):
+class GatewayConfig(ProcessConfig, SecurityConfig, TraceConfig):
     """Serves OpenAI HTTP and gRPC, and routes every request over the stages of its pipeline."""
 
     control_plane: tuple[str, ...] = option(
@@ -85,3 +86,8 @@ class GatewayConfig(ProcessConfig, SecurityConfig):
         30.0, help="how long running requests may go on after SIGTERM, seconds", check=not_negative
     )
     kept_requests: int = option(1000, help="ended requests whose timeline is kept", check=not_negative)
+    trace_sample: float = option(
+        0.01,
+        help="share of requests, 0 to 1, traced if there is a --trace-endpoint; who sends a traceparent decides itself",
+        check=share,
+    )

@@ -31,6 +31,7 @@ from omnicore.api_keys import KeyRole
 from omnicore.durations import to_seconds
 
 SERVICE_NAMES = ("omni.v1.InferenceService", "omni.v1.RouterService")
+_GENERATE = f"{SERVICE_NAMES[0]}/Generate"
 
 
 class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
@@ -193,7 +194,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
             if asked_s <= 0:
                 raise errors.InvalidRequestError.field("timeout", "must be above 0")
             timeout_s = min(timeout_s, asked_s)
-        trace_parent = metadata.get("traceparent", "")
+        trace_parent, trace_state = metadata.get("traceparent", ""), metadata.get("tracestate", "")
         key, asked = CALLER.get(), metadata.get("x-priority", "")
         fresh = secrets.token_hex(16)
         return RequestSpec(
@@ -211,6 +212,8 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
             # Two gateways may be given the same client id at the same time; workers must tell them apart.
             wire_id=f"{request.request_id}.{fresh[:12]}" if request.request_id else "",
             entry=Entry(key, effective_priority(key, asked if isinstance(asked, str) else asked.decode("latin-1"))),
+            trace_state=trace_state if isinstance(trace_state, str) else "",
+            route=_GENERATE,
         )
 
 

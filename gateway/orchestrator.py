@@ -8,6 +8,7 @@ task goes on with the ``Execution``. Whatever the end, every place, call and cou
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -20,6 +21,7 @@ from gateway.request import RequestRecord, RequestSpec, RequestState
 from gateway.retry_budget import RetryBudget
 from gateway.router import Router
 from gateway.stage_work import EdgeKey
+from gateway.traces import Tracing
 from omnicore import errors
 from omnicore.log import get_logger
 from omnicore.turns import Turns
@@ -97,6 +99,7 @@ class Orchestrator:
         buffer_limit_bytes: int = 8 * 1024 * 1024,
         kept_requests: int = 1000,
         on_end: Callable[[RequestState], None] | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.running: dict[str, RequestState] = {}
         self.counts = Counts()
@@ -111,6 +114,7 @@ class Orchestrator:
         self._kept_requests = kept_requests
         self._kept: OrderedDict[str, RequestRecord] = OrderedDict()
         self._on_end = on_end
+        self._tracing = tracing
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -121,8 +125,10 @@ class Orchestrator:
         Raises ``AlreadyExistsError`` while a request of the same id runs, and what admission raises.
         """
         plan = spec.graph.plan(spec.task, spec.modalities)
+        queued_s = 0.0
         if not self.admission.try_enter(spec.entry):
-            await self.admission.enter(spec.entry)
+            queued_s = time.time()
+            await self._enter(spec, queued_s)
         if spec.request_id in self.running:
             self.admission.leave(spec.entry)
             raise errors.AlreadyExistsError(
@@ -130,6 +136,8 @@ class Orchestrator:
             )
         state = RequestState(spec, plan, buffer_limit_bytes=self._buffer_limit_bytes)
         state.note("admitted")
+        if self._tracing is not None:
+            state.trace = self._tracing.begin(spec, queued_s)
         self.budget.request_begun()
         owner = _Owner(state, self._parts, self._retire, self._go_on)
         state.stoppable = owner
@@ -158,6 +166,8 @@ class Orchestrator:
             notes_output=self._parts.limits.replays > 0, on_end=self._ended, on_trouble=self._take_over,
         )  # fmt: skip
         state.note("admitted")
+        if self._tracing is not None and (trace := self._tracing.begin(spec)) is not None:
+            state.trace, call.traceparent = trace, trace.call(plan.steps[0].stage_id, 0).traceparent
         self.budget.request_begun()
         self.running[spec.request_id] = state
         self._idle.clear()
@@ -202,6 +212,15 @@ class Orchestrator:
             state.abort("this gateway is shutting down")
         while self._tasks:
             await asyncio.wait(set(self._tasks))
+
+    async def _enter(self, spec: RequestSpec, queued_s: float) -> None:
+        """Wait for admission."""
+        try:
+            await self.admission.enter(spec.entry)
+        except errors.OmniError as error:
+            if self._tracing is not None:
+                self._tracing.refused(spec, queued_s, error)
+            raise
 
     def _take_over(self, state: DirectRequest, error: errors.OmniError) -> None:
         """Its call has failed: from here on it is a request as all others."""
@@ -264,3 +283,5 @@ class Orchestrator:
             self._idle.set()
         if self._on_end is not None:
             self._on_end(state)
+        if state.trace is not None and self._tracing is not None:
+            self._tracing.ended(state)

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 from gateway.admission import Entry
 from gateway.flushing import Flusher, flusher_of
 from gateway.graph import PipelineGraph, RoutePlan
+from gateway.request_trace import RequestTrace
 from omni.v1 import prompt_pb2, sampling_pb2, stage_service_pb2, types_pb2
 from omnicore import errors
 
@@ -44,6 +45,10 @@ class RequestSpec:
     """As workers know it: unique among all gateways. Empty: ``request_id`` is."""
     entry: Entry = dataclasses.field(default_factory=Entry)
     """Whose it is, and how urgent, for admission."""
+    trace_state: str = ""
+    """Goes with ``trace_parent``."""
+    route: str = "/v1/chat/completions"
+    """HTTP path, or gRPC method, that it came by; for traces."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -115,7 +120,7 @@ class RequestState:
     __slots__ = (
         "__weakref__", "_buffer_limit_bytes", "_buffered_bytes", "_consumer", "_flusher", "_loop", "_noted", "_outputs",
         "_queued", "_wake", "_wake_on_output", "companions", "delivered", "error", "finish_reason", "first_output_s",
-        "flushed_s", "plan", "replays", "spec", "started_s", "status", "stoppable", "usage", "wire_id",
+        "flushed_s", "plan", "replays", "spec", "started_s", "status", "stoppable", "trace", "usage", "wire_id",
     )  # fmt: skip
 
     def __init__(self, spec: RequestSpec, plan: RoutePlan, *, buffer_limit_bytes: int) -> None:
@@ -138,6 +143,8 @@ class RequestState:
         self.companions: tuple[str, ...] = ()
         """Roles of the companions that run beside it."""
         self.stoppable: Stoppable | None = None
+        self.trace: RequestTrace | None = None
+        """None: it is not traced."""
         self._buffer_limit_bytes = buffer_limit_bytes
         self._outputs: list[stage_service_pb2.StageEvent] = []
         self._buffered_bytes = 0

@@ -35,7 +35,7 @@ class CallMaker:
             request_id=cfg.companion_id(self._state.wire_id, run.role),
             attempt=run.attempt,
             emit_output=run.emits,
-            traceparent=spec.trace_parent,
+            traceparent=self._trace_parent(run),
         )
         call.sampling.SetInParent()
         merge_sampling(step, spec.sampling, call.sampling)
@@ -72,6 +72,12 @@ class CallMaker:
                 retain=work.retains,
             )
         return call
+
+    def _trace_parent(self, run: StageRun) -> str:
+        """The call's own span; without a trace, what the caller sent."""
+        if (trace := self._state.trace) is None:
+            return self._state.spec.trace_parent
+        return trace.call(run.work.stage_id, run.attempt, run.role).traceparent
 
     def _connector(self, run: StageRun, edge: pipeline_pb2.Edge) -> str:
         kind = self._plan.connector_kind(edge)

@@ -119,6 +119,10 @@ class SpanSink(Protocol):
         """Take spans that are over. Neither waits nor fails."""
         ...
 
+    async def close(self) -> None:
+        """Send what waits, for a bounded time. Idempotent."""
+        ...
+
 
 def collector(value: str) -> None:
     """Accept "", and "http://host:port" or "https://host:port"."""
@@ -148,6 +152,17 @@ class TraceConfig:
         help="collector that spans go to by OTLP over gRPC, http://host:port or https://host:port; empty: no traces",
         check=collector,
     )
+
+
+def export(
+    config: TraceConfig, service: str, *, instance: str, attributes: Mapping[str, AttributeValue] | None = None
+) -> SpanSink | None:
+    """Where the spans of ``service`` go, by its flags; None: nowhere. As ``SpanExport``; ``close`` it."""
+    if not config.trace_endpoint:
+        return None
+    from omnicore.trace_export import SpanExport  # takes a while to load
+
+    return SpanExport(config.trace_endpoint, service, instance=instance, attributes=attributes)
 
 
 def _fresh(bits: int) -> int:

@@ -57,6 +57,8 @@ class DirectChat:
             limits.request_timeout_s, "", None, trace_parent.decode("latin-1") if trace_parent else "", "",
             Entry(caller, effective_priority(caller, None)),
         )  # fmt: skip
+        if trace_parent and (trace_state := exchange.headers.get(b"tracestate")):
+            spec.trace_state = trace_state.decode("latin-1")
         state = service.orchestrator.submit_directly(spec)
         if state is None:
             return False

@@ -85,6 +85,8 @@ class HttpService:
             strict_session=strict_session,
             trace_parent=exchange.header(b"traceparent").decode("latin-1"),
             entry=entry,
+            trace_state=exchange.header(b"tracestate").decode("latin-1"),
+            route=exchange.path,
         )
         if not self.orchestrator.admission.full:
             state = await self.orchestrator.submit(spec)
