@@ -363,7 +363,10 @@ class Execution:
                 raise self._refused(first)
 
     def _has_alternative(self, claim: Claim) -> bool:
-        """Another replica of its stage takes requests, and has not failed at this one."""
+        """Another replica of its stage takes requests, and has not failed at this one. Of a strict session, none."""
+        spec = self.state.spec
+        if self._router.is_strict(spec.graph.name, spec.session_id, spec.strict_session):
+            return False
         pool = self._router.pools.get(claim[:2])
         return pool is not None and any(
             slot.view.routable and slot.claim != claim and slot.claim not in self.tried for slot in pool.slots.values()

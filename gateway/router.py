@@ -95,8 +95,7 @@ class Router:
         """Assign a replica of a stage; see ``StagePool.pick``. ``strict_session`` None: as the pipeline says. Raises
         ``NotFoundError`` for an unknown stage."""
         pool = self._known(key)
-        if strict_session is None:
-            strict_session = bool(session_id) and self._strict(key[0])
+        strict_session = self.is_strict(key[0], session_id, strict_session)
         assignment = await pool.pick(
             request_id,
             affinity_from=affinity_from,
@@ -123,8 +122,7 @@ class Router:
     ) -> Assignment | None:
         """As ``pick``, without waiting: None if no replica is routable."""
         pool = self._known(key)
-        if strict_session is None:
-            strict_session = bool(session_id) and self._strict(key[0])
+        strict_session = self.is_strict(key[0], session_id, strict_session)
         assignment = pool.try_pick(
             request_id,
             affinity_from=affinity_from,
@@ -146,7 +144,10 @@ class Router:
             metadata={"pipeline": key[0], "stage": key[1]},
         )
 
-    def _strict(self, pipeline: str) -> bool:
+    def is_strict(self, pipeline: str, session_id: str, asked: bool | None) -> bool:
+        """Only the replica that has the session may serve it. ``asked`` None: as the pipeline says."""
+        if asked is not None or not session_id:
+            return bool(asked and session_id)
         graph = self.table.pipelines.get(pipeline)
         return graph is not None and graph.strict_sessions
 

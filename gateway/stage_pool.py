@@ -316,9 +316,9 @@ class StagePool:
             if slot is not None and slot.claim != bound.claim:
                 slot = None
             if strict:
-                if slot is None or slot.claim in exclude:
+                if slot is None:
                     raise self._lost(session_id, bound.claim)
-                return (slot, "session") if slot.routable else (None, "")
+                return (slot, "session") if slot.routable and slot.claim not in exclude else (None, "")
             if slot is not None and self._usable(slot, exclude):
                 return slot, "session"
             moved = True

@@ -254,11 +254,14 @@ def test_a_strict_session_is_refused_for_as_long_as_it_is_known() -> None:
     assert picked(pool, "e", session_id="s", strict_session=True)[1] == "round-robin"
 
 
-def test_a_strict_session_leaves_no_replica_that_failed_it_for_another() -> None:
+async def test_a_strict_session_leaves_no_replica_that_failed_it_for_another() -> None:
     pool = pool_of(view(0), view(1))
     picked(pool, "a", session_id="s", strict_session=True)
-    with pytest.raises(errors.FailedPreconditionError):
-        pool.try_pick("b", session_id="s", strict_session=True, exclude={slot(pool, 0).claim})
+    wishes: dict[str, Any] = {"session_id": "s", "strict_session": True, "exclude": {slot(pool, 0).claim}}
+    assert pool.try_pick("b", **wishes) is None
+    with pytest.raises(errors.UnavailableError) as caught:
+        await pool.pick("b", max_wait_s=0, **wishes)
+    assert caught.value.reason == "SESSION_OWNER_UNAVAILABLE", "it is there, so its session is not lost"
     assert pool.bound_requests == 1
     assert slot(pool, 1).inflight == 0
 
