@@ -545,6 +545,18 @@ class Execution:
             run.on_error(error)
         else:
             self.state.note("dispatched", run.ref, run.assignment.reason, run.role)
+            if self._flows and run.work.move is not None:
+                self._give_sources(run)
+
+    def _give_sources(self, producer: StageRun) -> None:
+        """Calls of earlier attempts that read what ``producer`` makes again go on with it, or, if they have ended well,
+        tell it not to wait for them."""
+        for edge in producer.work.step.outputs:
+            for run in self.works[edge.to_stage].runs:
+                if run.attempt < producer.attempt and (run.finished or not run.ended) and run.session.takes_sources:
+                    producer.partial |= not run.finished
+                    run.session.give_source(self._maker.new_source(run, edge, producer))
+                    self.state.note("goes_on", run.ref, f"with attempt {producer.attempt} of stage {edge.from_stage}")
 
     async def _take_turns(self, works: Sequence[StageWork], turns: dict[int, list[Turn[EdgeKey]]]) -> bool:
         """Return True when it is this request's turn at every limited edge into those of ``works`` that start for the

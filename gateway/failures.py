@@ -22,6 +22,8 @@ _ONCE_PER_REPLICA = frozenset(
         RESUME_UNSUPPORTED, *_DATA_GONE, *_OTHER_INSTANCE,
     }
 )  # fmt: skip
+VANISHED = frozenset({"REPLICA_LOST", "REPLICA_HUNG"})
+"""Reasons with which nothing more is heard of a call, by its consumers neither."""
 LEAVING = frozenset({"DRAINING", "DRAIN_LIMIT", "REPLICA_STOPPED"})
 """Reasons with which a replica says that it takes no calls any more."""
 

@@ -1,8 +1,8 @@
 """Which stages of a request start again when some of its calls are lost. Pure.
 
-A lost stage starts again, and what was reading from it as well. Its producers go on, and what they published is read
-again from the beginning, where it was kept; where it was not, they start again, too. A stage that has finished stays
-finished, unless somebody needs data of it that is gone.
+A lost stage starts again, and what was reading from it as well, unless it can go on in the midst of what the lost one
+makes again. Its producers go on, and what they published is read again from the beginning, where it was kept; where it
+was not, they start again, too. A stage that has finished stays finished, unless somebody needs data of it that is gone.
 """
 
 from __future__ import annotations
@@ -47,13 +47,18 @@ class StageFacts:
     """The client's output has some of its own."""
     resumable: bool = False
     """Its tokens are known, and its engine has not refused to go on from them."""
+    repeats: bool = False
+    """From the same inputs it makes the same chunks again; and those who read from it were left without a word."""
+    takes_sources: bool = False
+    """It can read on from a producer that makes the same chunks again."""
 
 
 def plan_restart(stages: Sequence[StageFacts]) -> dict[int, Move]:
     """The stages that start again, and how. All others stay as they are.
 
-    The least set with: every lost stage; every running consumer of a stage in it; every producer whose data a stage
-    in it needs and cannot read, which also holds for stages that wait for finished producers.
+    The least set with: every lost stage; every running consumer of a stage in it that cannot go on with it
+    (``_goes_on``); every producer whose data a stage in it needs and cannot read, which also holds for stages that wait
+    for finished producers.
     """
     by_id = {stage.stage_id: stage for stage in stages}
     consumers: dict[int, list[StageFacts]] = {stage_id: [] for stage_id in by_id}
@@ -70,7 +75,10 @@ def plan_restart(stages: Sequence[StageFacts]) -> dict[int, Move]:
         if stage_id in again:
             continue
         again.add(stage_id)
-        frontier += [c.stage_id for c in consumers[stage_id] if c.standing is Standing.RUNNING]
+        for stage in [by_id[stage_id], *consumers[stage_id]]:  # whose own consumers may have gone on until now
+            if stage.stage_id in again:
+                running = [c for c in consumers[stage.stage_id] if c.standing is Standing.RUNNING]
+                frontier += [c.stage_id for c in running if not _goes_on(c, stage, again)]
         frontier += [p for p in by_id[stage_id].producers if _cannot_be_read(by_id[p])]
     return {stage.stage_id: _move(stage) for stage in stages if stage.stage_id in again}
 
@@ -84,6 +92,17 @@ def spoils_output(stages: Sequence[StageFacts], moves: Mapping[int, Move]) -> bo
         stage.emitted and (not stage.producers or any(producer in moves for producer in stage.producers))
         for stage in stages
         if moves.get(stage.stage_id) is Move.RERUN
+    )
+
+
+def _goes_on(consumer: StageFacts, producer: StageFacts, again: set[int]) -> bool:
+    """``consumer`` can read on from ``producer``, which starts again: it makes the same from the same inputs."""
+    return (
+        consumer.takes_sources
+        and producer.repeats
+        and producer.standing is Standing.LOST
+        and _move(producer) is Move.RERUN
+        and not any(source in again for source in producer.producers)
     )
 
 

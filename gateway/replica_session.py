@@ -76,6 +76,10 @@ class ReplicaSession:
         self.connected = False
         self.breaks = 0
         """How often the stream was lost: what the replica held for calls of before is gone."""
+        self.repeats = False
+        """Its calls can be made again, chunk for chunk, at any replica of the stage. As the last welcome said."""
+        self.takes_sources = False
+        """Its calls can read on from another producer. As the last welcome said."""
         self.frames_sent = 0
         self.frames_received = 0
         self._listener = listener
@@ -96,6 +100,7 @@ class ReplicaSession:
         self._broken = ""
         """Why the session is down, after it was up or could not get up; empty while it begins and while it is up."""
         self._calls: list[stage_service_pb2.StageCall] = []
+        self._sources: list[stage_service_pb2.NewSource] = []
         self._aborts: list[int] = []
         self._sending = False
         """``_send`` will be called, in the next turn of the loop."""
@@ -161,6 +166,13 @@ class ReplicaSession:
         self._sinks[call_id] = AbortedCall(request_id)
         self._aborts.append(call_id)
         self._send_soon()
+
+    def give_source(self, source: stage_service_pb2.NewSource) -> None:
+        """Have a call read on from another producer; one that has ended tells that producer so. Nothing happens if the
+        session is down: its calls have failed."""
+        if self.connected:
+            self._sources.append(source)
+            self._send_soon()
 
     def discard(self, call_id: int, *, lazily: bool = False) -> None:
         """Have the worker drop what an ended call still holds for consumers that will not come. ``lazily``: with the
@@ -327,14 +339,15 @@ class ReplicaSession:
     def _on_message(self, message: bytes) -> None:
         frame = stage_service_pb2.SessionResponse.FromString(message)
         if not self.connected:
-            self._welcomed()
+            self._welcomed(frame.welcome)
         self._take(frame)
 
-    def _welcomed(self) -> None:
+    def _welcomed(self, welcome: stage_service_pb2.SessionWelcome) -> None:
         if self._until_welcome is not None:
             self._until_welcome.reschedule(None)
         self._backoff.reset()
         self.connected, self._broken = True, ""
+        self.repeats, self.takes_sources = welcome.repeats, welcome.takes_sources
         self._begun.set()
         _log.info("session open", **self._who())
         self._listener.on_session(self.record, True)
@@ -352,12 +365,13 @@ class ReplicaSession:
         if stream is None or not self.connected:
             return  # when it is, this is called again
         calls, self._calls = self._calls, []
+        sources, self._sources = self._sources, []
         aborts, self._aborts = self._aborts, []
         if self._lazy_aborts:
             aborts += self._lazy_aborts
             self._lazy_aborts.clear()
         try:
-            for frame in _frames(calls, aborts):
+            for frame in _frames(calls, sources, aborts):
                 self.frames_sent += 1
                 stream.write(frame.SerializeToString())
         except Exception:  # noqa: BLE001 -- a session that cannot send must break, not linger
@@ -392,6 +406,7 @@ class ReplicaSession:
         """Every open call has failed; the listener hears it before the sinks do, so that no retry comes back here."""
         sinks, self._sinks = self._sinks, {}
         self._calls.clear()
+        self._sources.clear()
         self._aborts.clear()
         self._lazy_aborts.clear()
         self.breaks += self.connected
@@ -438,9 +453,11 @@ class ReplicaSession:
         }
 
 
-def _frames(calls: list[stage_service_pb2.StageCall], aborts: list[int]) -> Iterator[stage_service_pb2.SessionRequest]:
+def _frames(
+    calls: list[stage_service_pb2.StageCall], sources: list[stage_service_pb2.NewSource], aborts: list[int]
+) -> Iterator[stage_service_pb2.SessionRequest]:
     """As few frames as may be: one, unless prompts with media would make it too large."""
-    frame, size = stage_service_pb2.SessionRequest(aborts=aborts), 0
+    frame, size = stage_service_pb2.SessionRequest(aborts=aborts, sources=sources), 0
     for call in calls:
         # Only a call with a prompt can be large.
         added = call.ByteSize() if call.HasField("prompt") else 0
@@ -449,5 +466,5 @@ def _frames(calls: list[stage_service_pb2.StageCall], aborts: list[int]) -> Iter
             frame, size = stage_service_pb2.SessionRequest(), 0
         size += added
         frame.calls.append(call)
-    if frame.calls or frame.aborts:
+    if frame.calls or frame.aborts or frame.sources:
         yield frame

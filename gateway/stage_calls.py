@@ -73,6 +73,21 @@ class CallMaker:
             )
         return call
 
+    def new_source(self, run: StageRun, edge: pipeline_pb2.Edge, producer: StageRun) -> stage_service_pb2.NewSource:
+        """What tells ``run`` that its producer was begun anew."""
+        result = stage_service_pb2.NewSource(
+            call_id=run.call_id, request_id=self._state.wire_id, from_stage=edge.from_stage
+        )
+        self._set_source(result.source, edge, producer)
+        result.source.attempt = producer.attempt
+        return result
+
+    @staticmethod
+    def _set_source(source: stage_service_pb2.FlowSource, edge: pipeline_pb2.Edge, producer: StageRun) -> None:
+        source.replica.CopyFrom(producer.ref)
+        source.endpoint = producer.session.record.endpoint
+        source.window = edge.window_size
+
     def _trace_parent(self, run: StageRun) -> str:
         """The call's own span; without a trace, what the caller sent."""
         if (trace := self._state.trace) is None:
@@ -90,9 +105,8 @@ class CallMaker:
     def _input(self, run: StageRun, edge: pipeline_pb2.Edge, producer: StageRun) -> stage_service_pb2.EdgeInput:
         result = stage_service_pb2.EdgeInput(from_stage=edge.from_stage, role=producer.role)
         if self._plan.async_chunk:
-            result.flow.replica.CopyFrom(producer.ref)
-            result.flow.endpoint = producer.session.record.endpoint
-            result.flow.window = edge.window_size
+            self._set_source(result.flow, edge, producer)
+            result.flow.replaceable = producer.repeats and run.session.takes_sources
             if producer.attempt != run.attempt:
                 result.flow.attempt = producer.attempt
         else:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
+from gateway import failures
 from gateway.emitted import Emitted, Skip
 from gateway.graph import StageStep
 from gateway.replay import Move, StageFacts, Standing
@@ -37,7 +38,8 @@ class StageRun:
 
     __slots__ = (
         "assignment", "attempt", "call_id", "emits", "emitted", "ended", "finished", "keeps_outputs", "outputs",
-        "owner", "ref", "resumed", "role", "session", "session_breaks", "skip", "state", "work",
+        "owner", "partial", "ref", "repeats", "resumed", "role", "session", "session_breaks", "skip", "state",
+        "vanished", "work",
     )  # fmt: skip
 
     def __init__(
@@ -67,8 +69,14 @@ class StageRun:
         self.assignment = assignment
         self.session = session
         self.session_breaks = session.breaks
+        self.repeats = work.retains and session.repeats
+        """Begun anew, it brings the same chunks: who reads from it can go on."""
+        self.partial = False
+        """A consumer went on from an earlier call, and asked it for the rest alone: it may have no more."""
         self.call_id = 0
         self.ended = False
+        self.vanished = False
+        """Ended with its replica, of which nothing more is heard."""
         self.finished = False
         """Ended well."""
         self.outputs: dict[int, list[stage_service_pb2.StageOutput]] = {}
@@ -103,6 +111,7 @@ class StageRun:
 
     def on_error(self, error: errors.OmniError) -> None:
         """This call failed."""
+        self.vanished = error.reason in failures.VANISHED
         self._end()
         self.owner.call_failed(self, error)
 
@@ -218,9 +227,14 @@ class StageWork:
             self.stage_id,
             tuple(edge.from_stage for edge in self.step.inputs),
             standing,
-            readable=self.retains and not self.data_gone and bool(self.runs) and all(r.readable for r in self.runs),
+            readable=self.retains
+            and not self.data_gone
+            and bool(self.runs)
+            and all(run.readable and not run.partial for run in self.runs),
             emitted=self.emitted.anything,
             resumable=not self.resume_refused and self.emitted.resumable,
+            repeats=bool(self.runs) and all(run.repeats and run.vanished for run in self.runs),
+            takes_sources=bool(self.runs) and all(run.session.takes_sources and not run.ended for run in self.runs),
         )
 
     def restart(self, move: Move | None) -> None:

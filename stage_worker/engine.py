@@ -20,8 +20,13 @@ from connectors.payload import Payload
 from omni.v1 import pipeline_pb2, prompt_pb2, sampling_pb2, types_pb2
 from omnicore.errors import InvalidRequestError, UnimplementedError
 
-FEATURES = ("logprobs", "structured_output", "bot_task", "negative_prompt", "language", "instructions", "resume")
-"""What a call may ask for that many engines cannot do: fields of SamplingParams, Prompt and SpeechOptions."""
+FEATURES = (
+    "logprobs", "structured_output", "bot_task", "negative_prompt", "language", "instructions", "resume", "repeats",
+)  # fmt: skip
+"""What a call may ask for that many engines cannot do: fields of SamplingParams, Prompt and SpeechOptions; to go on
+from tokens (``Resume``); and "repeats": a request with the same inputs and parameters brings the same chunks on any
+replica, as many and with the same content, however it is batched. The consumer of a lost replica then goes on where it
+is, in the midst of what another one makes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

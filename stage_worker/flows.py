@@ -24,6 +24,7 @@ class _PendingOpen:
     edge: transfer_pb2.EdgeRef
     subscriber: Subscriber
     window: int
+    first: int
     deadline_s: float
 
 
@@ -63,16 +64,16 @@ class FlowTable:
             raise AlreadyExistsError(f"flow {flow_name(edge)} exists already", reason="FLOW_EXISTS")
         outbox = self._outboxes[key] = Outbox(self, edge, retained=retained)
         if (pending := self._pending.pop(key, None)) is not None:
-            outbox.attach(pending.subscriber, pending.edge, pending.window)
+            outbox.attach(pending.subscriber, pending.edge, pending.window, pending.first)
         return outbox
 
-    def open(self, edge: transfer_pb2.EdgeRef, window: int, subscriber: Subscriber) -> None:
-        """A consumer asks for a flow; errors go to it as the flow's end."""
+    def open(self, edge: transfer_pb2.EdgeRef, window: int, subscriber: Subscriber, first: int = 0) -> None:
+        """A consumer asks for a flow, from chunk ``first`` on; errors go to it as the flow's end."""
         key = flow_key(edge)
         kept = transfer_pb2.EdgeRef()
         kept.CopyFrom(edge)
         if (outbox := self._outboxes.get(key)) is not None:
-            if (error := outbox.attach(subscriber, kept, window)) is not None:
+            if (error := outbox.attach(subscriber, kept, window, first)) is not None:
                 write_end(subscriber, edge, 0, error)
             return
         pending = self._pending.get(key)
@@ -82,7 +83,7 @@ class FlowTable:
             write_end(loser.subscriber if loser else subscriber, loser.edge if loser else edge, 0, error)
             if loser is None:
                 return
-        self._pending[key] = _PendingOpen(kept, subscriber, window, self._clock.monotonic() + self._open_wait_s)
+        self._pending[key] = _PendingOpen(kept, subscriber, window, first, self._clock.monotonic() + self._open_wait_s)
 
     def acknowledge(self, edge: transfer_pb2.EdgeRef, subscriber: Subscriber, sequence: int) -> None:
         """Pass an acknowledgement on; one for a flow that has gone, or that another reads, means nothing."""

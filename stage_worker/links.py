@@ -2,220 +2,32 @@
 
 Opens and cancels of one turn of the event loop leave in one message, and acknowledgements with them, or soon by
 themselves: no producer waits for one before half of its window is used. A broken stream fails all its
-flows at once, naming the peer; the next open makes a new stream. A flow that stays silent too long, or skips a chunk,
-fails with the chunk's number, and its producer is told. A payload is valid until the next one is asked for; asking
-acknowledges it.
+flows at once, naming the peer; the next open makes a new stream. Readers of flows are in ``flow_reader.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
-import dataclasses
 from collections.abc import Callable
-from time import perf_counter
 
 import grpc.aio
 
 from connectors.channels import PeerChannels
-from connectors.payload import Payload
 from omni.v1 import stage_service_pb2, transfer_pb2, transfer_service_pb2_grpc, types_pb2
 from omni.v1 import transfer_service_pb2 as pb
-from omnicore.errors import (
-    DataLossError,
-    DeadlineExceededError,
-    OmniError,
-    UnavailableError,
-    from_exception,
-    from_status,
-)
+from omnicore.errors import OmniError, UnavailableError, from_exception
 from omnicore.log import get_logger
-from stage_worker.identity import replica_name
+from stage_worker.flow_reader import FlowReader, Peer
 from stage_worker.outbox import ReaderKey, reader_key
-from stage_worker.reading import Reading, Reads
+from stage_worker.reading import Reads
 
 _log = get_logger(__name__)
 
 ACK_DELAY_S = 0.004
 """Acknowledgements of many flows leave together: a message costs as much as a chunk. Meanwhile the producer holds what
 was read."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Peer:
-    """A producer: its claim and where its TransferService is."""
-
-    stage_id: int
-    replica_id: int
-    epoch: int
-    endpoint: str
-    name: str
-
-    @classmethod
-    def of(cls, source: stage_service_pb2.FlowSource) -> Peer:
-        """The producer that a call names."""
-        ref = source.replica
-        return cls(ref.stage.stage_id, ref.replica_id, ref.epoch, source.endpoint, replica_name(ref))
-
-    def metadata(self) -> dict[str, object]:
-        """For errors about it."""
-        return {"peer_stage": self.stage_id, "peer_replica": self.replica_id, "peer_endpoint": self.endpoint}
-
-
-class FlowReader:
-    """The chunks of one flow as payloads. Close it on every path: that frees what the producer still holds. What it
-    cannot read, the producer is told, with the reason."""
-
-    def __init__(self, link: _Link, reading: Reading, window: int) -> None:
-        self.edge = reading.edge
-        self._link = link
-        self._window = window
-        self._acks = self._frame = 0  # acknowledged in the link's frame of that number
-        self._reading = reading
-        self._chunks: collections.deque[pb.Chunk] = collections.deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self._error: OmniError | None = None
-        self._expected = 0
-        self._unread = 0
-        self._unacked = False
-        self._ended = False
-
-    @property
-    def outstanding(self) -> int:
-        """Chunks that have come and are not acknowledged: at most the flow's window."""
-        return self._unread + self._unacked
-
-    def __aiter__(self) -> FlowReader:
-        return self
-
-    async def __anext__(self) -> Payload:
-        """The next payload. Raises the producer's error, ``UnavailableError`` (producer lost), ``DataLossError``
-        (missing or stale chunk, bytes that are not what the handle says), ``DeadlineExceededError`` (no chunk in time,
-        or not its bytes) and what connectors raise."""
-        if self._unacked:
-            await self._close_payload()
-        if self._ended:
-            raise StopAsyncIteration
-        if not self._chunks or self._error is not None:
-            await self._wait()
-        chunk = self._chunks.popleft()
-        if chunk.HasField("error"):
-            self._error = from_status(chunk.error)
-            raise self._error
-        if chunk.sequence != self._expected:
-            raise self._give_up(
-                DataLossError(
-                    f"missing chunk {self._expected}: got chunk {chunk.sequence}",
-                    reason="CHUNK_MISSING",
-                    metadata={**self._link.peer.metadata(), "missing": self._expected, "got": chunk.sequence},
-                )
-            )
-        if not chunk.HasField("handle"):
-            self._ended = True
-            self._link.forget(self, cancel=False)
-            raise StopAsyncIteration
-        self._unread -= 1
-        handle = chunk.handle
-        if handle.edge != self.edge and not _same_attempt(handle.edge, self.edge):
-            raise self._give_up(
-                DataLossError(
-                    f"its data belongs to request {handle.edge.request_id}, attempt {handle.edge.attempt}",
-                    reason="STALE_CHUNK",
-                )
-            )
-        try:
-            payload = await self._reading.open(handle, self._expected)
-        except OmniError as error:
-            raise self._give_up(error, located=True) from error
-        self._expected += 1
-        self._unacked = True
-        if chunk.final:
-            self._ended = True
-        return payload
-
-    async def aclose(self) -> None:
-        """Leave the flow: what it still holds at the producer is freed. May be called more than once."""
-        try:
-            if self._unacked:
-                await self._close_payload()
-        finally:
-            self._chunks.clear()
-            self._unread = 0
-            self._link.forget(self, cancel=not self._ended)
-            self._ended = True
-            self._reading.end(self._error)
-
-    def deliver(self, chunk: pb.Chunk) -> None:
-        """A chunk has come (called by the link)."""
-        self._chunks.append(chunk)
-        if chunk.HasField("handle"):
-            self._unread += 1
-            if self.outstanding > self._reading.most_unacked:
-                self._reading.most_unacked = self.outstanding
-        self._wake()
-
-    def fail(self, error: OmniError) -> None:
-        """The link is gone: nothing that was not read counts (called by the link)."""
-        self._error = error
-        self._chunks.clear()
-        self._unread = 0
-        self._reading.count(error)
-        self._wake()
-
-    async def _wait(self) -> None:
-        """Until there is a chunk."""
-        if self._error is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            begin_s = perf_counter()
-            try:
-                async with asyncio.timeout(self._reading.timeout_s) as scope:
-                    await self._waiter
-            except TimeoutError:
-                if not scope.expired():
-                    raise
-                self._give_up(
-                    DeadlineExceededError(
-                        f"missing chunk {self._expected}: nothing was sent for {self._reading.timeout_s:g} s",
-                        reason="CHUNK_TIMEOUT",
-                        metadata={**self._link.peer.metadata(), "missing": self._expected},
-                    )
-                )
-            finally:
-                self._waiter = None
-                self._reading.waited(perf_counter() - begin_s)
-        if self._error is not None:
-            raise self._error
-
-    async def _close_payload(self) -> None:
-        self._unacked = False
-        try:
-            await self._reading.close(self._expected - 1)
-        except OmniError as error:
-            raise self._give_up(error, located=True) from error
-        link = self._link
-        if self._frame != link.frames:
-            self._frame, self._acks = link.frames, 0
-        self._acks += 1
-        link.acknowledge(self.edge, self._expected - 1, soon=0 < self._window <= 2 * self._acks)
-
-    def _give_up(self, error: OmniError, *, located: bool = False) -> OmniError:
-        """Nothing more is read, because of ``error``: the producer hears why, so that it stops."""
-        if not located:
-            error = self._reading.located(error, self._expected)
-        self._error = error
-        self._link.report(self, error)
-        return error
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-def _same_attempt(one: transfer_pb2.EdgeRef, other: transfer_pb2.EdgeRef) -> bool:
-    """They differ in their consumers at most: data for several stages is published once, for the first of them. The
-    attempt is the producer's, which may be earlier than that of the call that reads."""
-    return (one.request_id, one.attempt, one.from_stage) == (other.request_id, other.attempt, other.from_stage)
+_BEYOND_ANY_END = 2**64 - 1
 
 
 class _Link:
@@ -232,10 +44,16 @@ class _Link:
         self._scheduled = False
         self._timer: asyncio.TimerHandle | None = None
 
-    def open(self, reader: FlowReader, window: int) -> None:
+    def open(self, reader: FlowReader, window: int, first: int = 0) -> None:
         self._flows[reader_key(reader.edge)] = reader
-        self._request.opens.add(edge=reader.edge, window=window)
+        self._request.opens.add(edge=reader.edge, window=window, first_sequence=first)
         self._schedule()
+
+    def decline(self, edge: transfer_pb2.EdgeRef) -> None:
+        """Nothing of this flow is wanted: its producer need not wait for anybody."""
+        if not self.broken:
+            self._request.opens.add(edge=edge, window=-1, first_sequence=_BEYOND_ANY_END)
+            self._schedule()
 
     def acknowledge(self, edge: transfer_pb2.EdgeRef, sequence: int, *, soon: bool) -> None:
         if self.broken:
@@ -246,13 +64,16 @@ class _Link:
         elif self._timer is None and not self._scheduled:
             self._timer = asyncio.get_running_loop().call_later(ACK_DELAY_S, self._schedule)
 
-    def forget(self, reader: FlowReader, *, cancel: bool) -> None:
+    def forget(self, reader: FlowReader) -> bool:
         key = reader_key(reader.edge)
         if self._flows.get(key) is not reader:
-            return
+            return False
         del self._flows[key]
-        if cancel and not self.broken:
-            self._request.cancels.append(reader.edge)
+        return True
+
+    def cancel(self, edge: transfer_pb2.EdgeRef) -> None:
+        if not self.broken:
+            self._request.cancels.append(edge)
             self._schedule()
 
     def report(self, reader: FlowReader, error: OmniError) -> None:
@@ -290,15 +111,16 @@ class _Link:
         self.broken = True
         self._stop_timer()
         why = from_exception(cause).message if cause is not None else "the stream ended"
-        for reader in list(self._flows.values()):
-            reader.fail(
+        readers = list(self._flows.values())
+        self._flows.clear()
+        for reader in readers:
+            reader.lost(
                 UnavailableError(
                     f"replica {self.peer.name} at {self.peer.endpoint} was lost: {why}",
                     reason="PEER_LOST",
                     metadata=self.peer.metadata(),
                 )
             )
-        self._flows.clear()
 
     def _schedule(self) -> None:
         self._stop_timer()
@@ -341,6 +163,33 @@ class PeerLinks:
     def open(self, source: stage_service_pb2.FlowSource, edge: transfer_pb2.EdgeRef) -> FlowReader:
         """Ask a producer for a flow. Raises ``UnavailableError`` if this worker reads
         that flow already."""
+        link = self._to(source)
+        if link.is_reading(edge):
+            raise UnavailableError(f"flow {edge.from_stage}→{edge.to_stage} of {edge.request_id} is being read")
+        reading = self._reads.begin(edge, link.peer.name)
+        reader = FlowReader(link, reading, source.window, replaceable=source.replaceable)
+        link.open(reader, source.window)
+        return reader
+
+    def move(self, reader: FlowReader, source: stage_service_pb2.FlowSource, edge: transfer_pb2.EdgeRef) -> None:
+        """Have ``reader`` go on with ``edge`` of another producer, after the chunks that it has had."""
+        link = self._to(source)
+        first = reader.move_to(link, edge, source.window)
+        link.open(reader, source.window, first)
+
+    def decline(self, source: stage_service_pb2.FlowSource, edge: transfer_pb2.EdgeRef) -> None:
+        """Tell a producer that nobody here will read ``edge``."""
+        self._to(source).decline(edge)
+
+    async def close(self) -> None:
+        """End all links; their flows fail."""
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(list(self._tasks))
+
+    def _to(self, source: stage_service_pb2.FlowSource) -> _Link:
+        """The link to a producer; a new one if there is none that works."""
         peer = Peer.of(source)
         link = self._links.get(peer)
         if link is None or link.broken:
@@ -349,18 +198,7 @@ class PeerLinks:
             task = asyncio.create_task(self._run(link), name=f"link-{peer.name}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        if link.is_reading(edge):
-            raise UnavailableError(f"flow {edge.from_stage}→{edge.to_stage} of {edge.request_id} is being read")
-        reader = FlowReader(link, self._reads.begin(edge, peer.name), source.window)
-        link.open(reader, source.window)
-        return reader
-
-    async def close(self) -> None:
-        """End all links; their flows fail."""
-        for task in list(self._tasks):
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(list(self._tasks))
+        return link
 
     async def _run(self, link: _Link) -> None:
         try:

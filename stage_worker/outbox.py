@@ -12,6 +12,10 @@ One that is retained outlives its consumers: what they acknowledged stays, and t
 beginning, while the call goes on. It is gone when its call is named in an abort or fails, or nobody came for long; when
 memory is short its data is dropped, and who opens it then is told RETENTION_LOST.
 
+A consumer may ask for chunks from some sequence number on, when it has had those before from another producer: they are
+dropped, and those that are still to come need not even be published (``wants_next``, ``pass_over``). Who asks for them
+later is told RETENTION_LOST, too.
+
 Guarantees: chunks in order, at most ``window`` unacknowledged, exactly one end for each consumer. The consumer frees
 what it was sent by acknowledging or cancelling; nothing is freed under a reader because the producer failed.
 
@@ -96,6 +100,7 @@ class Outbox:
         self._again = 0  # chunks at the head of `_unsent` that an earlier consumer was sent
         self._counted = 0  # chunks before this one the keeper knows of
         self._lost = False  # some of what was retained was dropped
+        self._first = 0  # chunks before this one are wanted by nobody, and not kept
         self._opened = self._served = False
         self.expires_s: float | None = None
         self.claimant = f"flow-{edge.to_stage}"
@@ -116,6 +121,11 @@ class Outbox:
         return not self._unwanted
 
     @property
+    def wants_next(self) -> bool:
+        """False if the next chunk need not be published: then ``pass_over`` takes its place."""
+        return not self._unwanted and self._published >= self._first
+
+    @property
     def owes(self) -> bool:
         """True while a consumer has something to come for. A failure that is kept for a late one does not count, nor
         does what is retained after a consumer has had all of it."""
@@ -134,10 +144,14 @@ class Outbox:
             self._room = asyncio.get_running_loop().create_future()
             await self._room
 
+    def pass_over(self) -> None:
+        """The next chunk was made, and is not wanted."""
+        self._published += 1
+
     def publish(self, handle: transfer_pb2.TransferHandle) -> None:
         """Add the next chunk; this outbox releases it in the end."""
         self._published += 1
-        if self._unwanted or self._ended:
+        if self._unwanted or self._ended or handle.sequence < self._first:
             self._release(handle)
             return
         self._unsent.append(handle)
@@ -171,10 +185,12 @@ class Outbox:
         elif not self._unacked:
             self._leave()
 
-    def attach(self, subscriber: Subscriber, edge: transfer_pb2.EdgeRef, window: int) -> OmniError | None:
-        """The consumer opens the flow, naming it ``edge``; returns why it may not."""
+    def attach(
+        self, subscriber: Subscriber, edge: transfer_pb2.EdgeRef, window: int, first: int = 0
+    ) -> OmniError | None:
+        """The consumer opens the flow, naming it ``edge``, for chunks from ``first`` on; returns why it may not."""
         attempt = _attempt(edge)
-        if self._lost:
+        if self._lost or first < self._first:
             return DataLossError(
                 f"flow {flow_name(edge)} is no longer whole: the producer needed the memory", reason="RETENTION_LOST"
             )
@@ -197,6 +213,7 @@ class Outbox:
         self._reader = edge
         self._opened, self._served = True, False
         self.expires_s = None
+        self._begin_at(first)
         self._pump()
         return None
 
@@ -315,6 +332,13 @@ class Outbox:
         self._unsent.extendleft(reversed(again))
         self._again += len(again)
         self._end_sent = False
+
+    def _begin_at(self, first: int) -> None:
+        """Drop what is before ``first``."""
+        self._first = first
+        while self._unsent and self._unsent[0].sequence < first:
+            self._release(self._unsent.popleft())
+            self._again = max(0, self._again - 1)
 
     def _give_up(self) -> None:
         """There is no consumer, and none will come."""

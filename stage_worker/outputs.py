@@ -159,10 +159,12 @@ class OutputGroup:
             for outbox in self.outboxes:
                 if outbox.full:
                     await outbox.room()
-            consumers = sum(outbox.wanted for outbox in self.outboxes)
+            consumers = sum(outbox.wants_next for outbox in self.outboxes)
             if not consumers:
+                self._pass_over(self.outboxes)
+                self._sequence += 1
                 return
-        wanted = [outbox for outbox in self.outboxes if outbox.wanted]
+        wanted = [outbox for outbox in self.outboxes if outbox.wants_next]
         edge, connectors = self._edges[0], self._parts.connectors
         begin_s = perf_counter()
         try:
@@ -181,6 +183,13 @@ class OutputGroup:
             connectors.store.claim(handle.key, handle.token, outbox.claimant)
         for outbox in wanted:
             outbox.publish(handle)
+        if len(wanted) < len(self.outboxes):
+            self._pass_over([outbox for outbox in self.outboxes if outbox not in wanted])
+
+    @staticmethod
+    def _pass_over(outboxes: Iterable[Outbox]) -> None:
+        for outbox in outboxes:
+            outbox.pass_over()
 
     def _count(self, handle: transfer_pb2.TransferHandle, tx_s: float) -> None:
         backend = handle.WhichOneof("backend") or ""

@@ -68,12 +68,13 @@ class Reading:
         self, reads: Reads, edge: transfer_pb2.EdgeRef, producer: str, max_inflight: int, timeout_s: float
     ) -> None:
         self.edge = edge
+        """As it began: a flow may go on as one of another producer."""
+        self.producer = producer
         self.timeout_s = timeout_s
         """Longest time for a chunk to come, and for its bytes to be read."""
         self.most_unacked = 0
         """Of a flow: chunks that had come and were not acknowledged, at most."""
         self._reads = reads
-        self._producer = producer
         self._max_inflight = max_inflight
         self._open: AbstractAsyncContextManager[Payload] | None = None
         self._inline: PathSeries | None = None
@@ -129,10 +130,10 @@ class Reading:
         edge = self.edge
         error.message = (
             f"stage {edge.to_stage} could not read chunk {sequence} of edge {edge_name(edge)}, published by "
-            f"{self._producer}: {error.message}"
+            f"{self.producer}: {error.message}"
         )
         error.args = (error.message,)
-        where = {"peer_stage": str(edge.from_stage), "producer": self._producer, "chunk": str(sequence)}
+        where = {"peer_stage": str(edge.from_stage), "producer": self.producer, "chunk": str(sequence)}
         error.metadata = {**error.metadata, **where}
         self.count(error)
         return self._reads.locate(error, edge.reader_attempt or edge.attempt)
@@ -153,7 +154,7 @@ class Reading:
             request_id=self.edge.request_id,
             attempt=self.edge.reader_attempt or self.edge.attempt,
             edge=edge_name(self.edge),
-            producer=self._producer,
+            producer=self.producer,
             keys=self._keys,
             bytes=self._size_bytes,
             wait_s=round(self._wait_s, 6),

@@ -16,6 +16,7 @@ from omni.v1 import output_pb2, prompt_pb2, stage_service_pb2
 from omnicore.errors import (
     DeadlineExceededError,
     InternalError,
+    InvalidRequestError,
     OmniError,
     RequestCancelledError,
     from_exception,
@@ -23,8 +24,8 @@ from omnicore.errors import (
 from omnicore.log import get_logger
 from stage_worker.calls import CallKey, WorkerParts
 from stage_worker.engine import EngineOutput, EngineRequest, Finish, Resume, TokenChance
+from stage_worker.flow_reader import FlowReader
 from stage_worker.identity import replica_name
-from stage_worker.links import FlowReader
 from stage_worker.outbox import Outbox
 from stage_worker.outputs import Left, OutputGroup, output_groups
 from stage_worker.ready_inputs import HandleReader
@@ -107,6 +108,27 @@ class CallRunner:
     async def ended(self) -> None:
         """Return once the call holds nothing."""
         await self._ended.wait()
+
+    def take_source(self, from_stage: int, source: stage_service_pb2.FlowSource) -> None:
+        """Read on from another producer: see the proto. Aborts itself if it reads no such flow."""
+        links, call = self._parts.links, self._call
+        edge = self._parts.edge(call, from_stage, self._parts.stage.stage_id)
+        edge.attempt, edge.reader_attempt = source.attempt, call.attempt
+        for item in call.inputs:
+            if item.from_stage == from_stage and item.flow.replaceable:
+                break
+        else:
+            self.abort(InvalidRequestError.field("sources.from_stage", f"stage {from_stage} cannot be replaced"))
+            return links.decline(source, edge)
+        reader = self._inputs.get((from_stage, ""))
+        if self._ending is not None or (isinstance(reader, FlowReader) and reader.over):
+            links.decline(source, edge)
+        elif isinstance(reader, FlowReader):
+            links.move(reader, source, edge)
+        else:  # it has not begun to read
+            item.flow.CopyFrom(source)
+            item.flow.replaceable = True
+        return None
 
     async def run(self) -> None:
         """Run to the end. Raises only ``CancelledError``, when the task itself is cancelled from outside."""

@@ -12,7 +12,7 @@ import collections
 from collections.abc import AsyncIterator, Sequence
 
 from omni.v1 import stage_service_pb2 as pb
-from omni.v1 import types_pb2
+from omni.v1 import transfer_pb2, types_pb2
 from omnicore.clock import Clock
 from omnicore.durations import to_seconds
 from omnicore.errors import AlreadyExistsError, InvalidRequestError, OmniError, RequestCancelledError, UnavailableError
@@ -112,6 +112,25 @@ class Session:
                 # will need again what was retained.
                 left.discard(RequestCancelledError("aborted by the gateway", reason="ABORTED"))
 
+    def take_sources(self, sources: Sequence[pb.NewSource]) -> None:
+        """Have calls read on from other producers. Raises ``InvalidRequestError``."""
+        for item in sources:
+            source = item.source
+            if not (item.request_id and source.endpoint and source.HasField("attempt")):
+                raise InvalidRequestError.field("sources", "needs request_id, source.endpoint and source.attempt")
+            if source.window == 0 or source.window < -1:
+                raise InvalidRequestError.field("sources.source.window", f"-1 or at least 1, got {source.window}")
+            if (call := self._calls.get(item.call_id)) is not None:
+                call.take_source(item.from_stage, source)
+                continue
+            edge = transfer_pb2.EdgeRef(
+                request_id=item.request_id,
+                attempt=source.attempt,
+                from_stage=item.from_stage,
+                to_stage=self._parts.stage.stage_id,
+            )
+            self._parts.links.decline(source, edge)
+
     def call_ended(self, call_id: int) -> None:
         """Forget a call (called by its sink)."""
         call = self._calls.pop(call_id)
@@ -152,6 +171,8 @@ class Session:
         """What one frame asks for."""
         if request.calls:
             self.begin_calls(request.calls)
+        if request.sources:
+            self.take_sources(request.sources)
         if request.aborts:
             self.abort_calls(request.aborts)
 
@@ -206,6 +227,8 @@ class Session:
         if self._welcome_due:
             self._welcome_due = False
             frame.welcome.replica.CopyFrom(self._parts.identity.current)
+            frame.welcome.repeats = "repeats" in self._parts.calls.features
+            frame.welcome.takes_sources = True
         frame.draining = self._parts.calls.draining
         if self._beats is not None:
             self._beats.frame_left()

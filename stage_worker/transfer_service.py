@@ -129,7 +129,7 @@ class TransferServicer(pb_grpc.TransferServiceServicer):
                 raise InvalidRequestError.field("opens.edge.request_id", "required")
             if opened.window == 0 or opened.window < -1:
                 raise InvalidRequestError.field("opens.window", f"-1 or at least 1, got {opened.window}")
-            self._flows.open(opened.edge, opened.window, subscription)
+            self._flows.open(opened.edge, opened.window, subscription, opened.first_sequence)
         for ack in request.acks:
             self._flows.acknowledge(ack.edge, subscription, ack.sequence)
         for edge in request.cancels:

@@ -39,7 +39,7 @@ from stage_worker.engines import sim_content as content
 from stage_worker.engines.sim_loop import SimSequence, StepLoop
 from stage_worker.engines.sim_options import SimOptions, sim_options
 
-_FEATURES = frozenset(("logprobs", "bot_task", "negative_prompt", "language", "instructions"))
+_FEATURES = frozenset(("logprobs", "bot_task", "negative_prompt", "language", "instructions", "repeats"))
 _MOST_PIXELS = 2048  # of a side: pictures are made on the event loop
 _log = get_logger(__name__)
 _AUDIO = MediaInfo("audio/pcm", content.SAMPLE_RATE_HZ, 1)

@@ -15,7 +15,7 @@ from connectors.payload import Payload
 from control_plane.deploy.plan import plan_pipeline
 from omnicore.errors import InvalidRequestError
 from stage_worker.engine import EngineOutput, EngineRequest, Finish
-from stage_worker.links import FlowReader
+from stage_worker.flow_reader import FlowReader
 from tests.bugs.harness import System, system
 from tests.integration.stage_worker.cluster import assert_empty
 from tests.support.engines import ScriptedEngine

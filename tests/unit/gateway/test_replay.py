@@ -11,11 +11,24 @@ from gateway.replay import Move, StageFacts, Standing, plan_restart, spoils_outp
 R, F, L, W = Standing.RUNNING, Standing.FINISHED, Standing.LOST, Standing.WAITING
 
 
-def chain(*standings: Standing, unreadable: set[int] = frozenset(), emits: set[int] = frozenset()) -> list[StageFacts]:  # type: ignore[assignment]
+def chain(
+    *standings: Standing,
+    unreadable: set[int] = frozenset(),  # type: ignore[assignment]
+    emits: set[int] = frozenset(),  # type: ignore[assignment]
+    repeats: set[int] = frozenset(),  # type: ignore[assignment]
+    takes: set[int] = frozenset(),  # type: ignore[assignment]
+) -> list[StageFacts]:
     """thinker → talker → code2wav…; stages in ``emits`` have given output, of the first with its tokens."""
     return [
         StageFacts(
-            n, (n - 1,) if n else (), standing, readable=n not in unreadable, emitted=n in emits, resumable=n == 0
+            n,
+            (n - 1,) if n else (),
+            standing,
+            readable=n not in unreadable,
+            emitted=n in emits,
+            resumable=n == 0,
+            repeats=n in repeats,
+            takes_sources=n in takes,
         )
         for n, standing in enumerate(standings)
     ]
@@ -51,6 +64,36 @@ def chain(*standings: Standing, unreadable: set[int] = frozenset(), emits: set[i
             chain(F, W, W, unreadable={0}, emits={0}), {0: Move.REMAKE}, id="data gone before its consumer began"
         ),
         pytest.param(chain(F, L, W), {1: Move.RERUN}, id="waiting stages wait on"),
+        pytest.param(
+            chain(R, L, R, emits={0, 2}, repeats={1}, takes={2}), {1: Move.RERUN}, id="its consumer goes on with it"
+        ),
+        pytest.param(
+            chain(R, L, R, repeats={1}), {1: Move.RERUN, 2: Move.RERUN}, id="a consumer that takes no other source"
+        ),
+        pytest.param(chain(R, L, R, takes={2}), {1: Move.RERUN, 2: Move.RERUN}, id="it may come out differently"),
+        pytest.param(
+            chain(L, R, R, emits={0}, repeats={0}, takes={1}),
+            {0: Move.RESUME, 1: Move.RERUN, 2: Move.RERUN},
+            id="what resumes is not made again from the start",
+        ),
+        pytest.param(
+            chain(L, L, R, repeats={0, 1}, takes={1, 2}),
+            {0: Move.RERUN, 1: Move.RERUN, 2: Move.RERUN},
+            id="made again from inputs that are made again",
+        ),
+        pytest.param(
+            chain(R, L, R, unreadable={0}, repeats={1}, takes={1, 2}),
+            {0: Move.RERUN, 1: Move.RERUN, 2: Move.RERUN},
+            id="its own producer has to start again for it",
+        ),
+        pytest.param(
+            chain(R, L, R, R, repeats={1, 2}, takes={2, 3}), {1: Move.RERUN}, id="nor does who reads from its consumer"
+        ),
+        pytest.param(
+            chain(R, R, L, unreadable={1}, repeats={1, 2}, takes={2}),
+            {1: Move.RERUN, 2: Move.RERUN},
+            id="a producer that has only the rest, and whose consumer is lost",
+        ),
     ],
 )
 def test_rules(stages: list[StageFacts], expected: dict[int, Move]) -> None:
@@ -85,9 +128,20 @@ def random_request(rng: random.Random) -> list[StageFacts]:
                 readable=standing in (R, F) and rng.random() < 0.7,
                 emitted=standing is not W and rng.random() < 0.5,
                 resumable=rng.random() < 0.5,
+                repeats=rng.random() < 0.6,
+                takes_sources=rng.random() < 0.6,
             )
         )
     return stages
+
+
+def goes_on(stage: StageFacts, stages: list[StageFacts], moves: dict[int, Move]) -> bool:
+    """All its producers that start again make the same again, from the same inputs, and it can take them."""
+    producers = [stages[p] for p in stage.producers if p in moves]
+    return stage.takes_sources and all(
+        p.standing is L and p.repeats and moves[p.stage_id] is Move.RERUN and not set(p.producers) & set(moves)
+        for p in producers
+    )
 
 
 def test_for_any_graph_and_loss() -> None:
@@ -105,7 +159,7 @@ def test_for_any_graph_and_loss() -> None:
                 for producer in stage.producers:  # all it reads exists, or is made
                     assert producer in moves or stages[producer].readable or stages[producer].standing is W
             if stage.standing is R and any(p in moves for p in stage.producers):
-                assert again  # nobody goes on reading from what starts again
+                assert again or goes_on(stage, stages, moves)  # nobody else reads from what starts again
             if again:
                 assert (moves[stage.stage_id] is Move.REMAKE) == (stage.standing is F)
         # Nothing restarts without a reason: it is lost, reads from what restarts, or feeds what needs its data.
@@ -114,7 +168,7 @@ def test_for_any_graph_and_loss() -> None:
             consumers = [s for s in stages if stage_id in s.producers]
             assert (
                 stage.standing is L
-                or (stage.standing is R and any(p in moves for p in stage.producers))
+                or (stage.standing is R and not goes_on(stage, stages, moves))
                 or (not stage.readable and any(c.stage_id in moves or c.standing is W for c in consumers))
             )
         # What was replayed is running: the same loss does not ask for more.

@@ -53,8 +53,10 @@ class Producer:
             )
             outbox.publish(handle)
 
-    def read(self, consumer: Consumer, request_id: str = "r", *, reader: int = 0, window: int = -1) -> None:
-        self.table.open(edge(request_id, reader=reader), window, consumer)
+    def read(
+        self, consumer: Consumer, request_id: str = "r", *, reader: int = 0, window: int = -1, first: int = 0
+    ) -> None:
+        self.table.open(edge(request_id, reader=reader), window, consumer, first)
 
     def assert_empty(self, published: int) -> None:
         assert len(self.table) == 0
@@ -174,6 +176,72 @@ def test_an_open_of_a_later_attempt_waits_in_place_of_an_earlier_one() -> None:
     assert isinstance(error_of(first), AlreadyExistsError)
     producer.publish(producer.declare())
     assert second.sequences == [0]
+
+
+@pytest.mark.parametrize("opened", ["before the call", "before the first chunk", "late"])
+def test_who_has_had_the_first_chunks_gets_the_rest_and_nobody_later_gets_less_than_all(opened: str) -> None:
+    producer, reader, late = Producer(), Consumer(), Consumer()
+    if opened == "before the call":
+        producer.read(reader, window=2, first=3)
+    outbox = producer.declare()
+    if opened == "before the first chunk":
+        producer.read(reader, window=2, first=3)
+    published = 0
+    for _ in range(7):
+        if outbox.wants_next:
+            producer.publish(outbox)
+            published += 1
+        else:
+            outbox.pass_over()
+        if opened == "late" and outbox.next_sequence == 2:
+            producer.read(reader, window=2, first=3)
+    assert published == {"late": 2 + 4}.get(opened, 4)
+    assert reader.sequences == [3, 4]
+    producer.table.acknowledge(edge(), reader, 4)
+    outbox.finish()
+    assert reader.sequences == [3, 4, 5, 6]
+    producer.table.acknowledge(edge(), reader, 6)
+    assert (reader.chunks[-1].final, reader.chunks[-1].sequence) == (True, 7)
+    producer.read(late, reader=1)
+    assert error_of(late).reason == "RETENTION_LOST"
+    outbox.discard(CANCELLED)
+    producer.assert_empty(published)
+
+
+def test_who_reads_the_rest_and_is_lost_may_ask_for_it_again() -> None:
+    producer, first, second = Producer(), Consumer(), Consumer()
+    outbox = producer.declare()
+    producer.read(first, first=2)
+    for _ in range(2):
+        assert not outbox.wants_next
+        outbox.pass_over()
+    producer.publish(outbox, 3)
+    producer.table.acknowledge(edge(), first, 3)
+    producer.table.drop_subscriber(first)
+    producer.read(second, reader=1, first=2)
+    outbox.finish()
+    assert [chunk.sequence for chunk in second.chunks] == [2, 3, 4, 5]
+    outbox.discard(CANCELLED)
+    producer.table.drop_subscriber(second)
+    producer.assert_empty(3)
+
+
+def test_who_wants_nothing_is_told_of_the_end_and_not_waited_for() -> None:
+    producer, reader = Producer(), Consumer()
+    outbox = producer.declare()
+    producer.publish(outbox, 2)
+    producer.read(reader, first=2**64 - 1)
+    assert not is_full(outbox)
+    assert not outbox.wants_next
+    assert len(producer.released) == 2
+    for _ in range(MAX_BACKLOG_CHUNKS + 1):
+        outbox.pass_over()
+    assert not is_full(outbox)
+    outbox.finish()
+    assert [chunk.final for chunk in reader.chunks] == [True]
+    assert not outbox.owes
+    outbox.discard(CANCELLED)
+    producer.assert_empty(2)
 
 
 async def test_a_producer_without_a_consumer_goes_on_up_to_the_backlog() -> None:

@@ -36,6 +36,7 @@ class SessionRequest(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     CALLS_FIELD_NUMBER: _builtins.int
     ABORTS_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___SessionHello:
         """In the first frame only."""
@@ -50,20 +51,64 @@ class SessionRequest(_message.Message):
         consumers have not read; that is not answered.
         """
 
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewSource]:
+        """Calls that shall read on from another producer."""
+
     def __init__(
         self,
         *,
         hello: Global___SessionHello | None = ...,
         calls: _abc.Iterable[Global___StageCall] | None = ...,
         aborts: _abc.Iterable[_builtins.int] | None = ...,
+        sources: _abc.Iterable[Global___NewSource] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "calls", b"calls", "hello", b"hello"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "calls", b"calls", "hello", b"hello", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionRequest: _TypeAlias = SessionRequest  # noqa: Y015
+
+@_typing.final
+class NewSource(_message.Message):
+    """NewSource gives a running call another producer in place of one that was lost. The producer's call was begun anew and
+    brings the same chunks as the lost one (SessionWelcome.repeats): the reader asks it for those that it has not had.
+    A call that has ended, or has all it needs, asks for none, so that the producer does not wait for a reader.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    FROM_STAGE_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.int
+    """The call that reads, and its request."""
+    request_id: _builtins.str
+    """As in StageCall. Required."""
+    from_stage: _builtins.int
+    """Producer stage. INVALID_ARGUMENT ends a call that does not read a replaceable flow of it."""
+    @_builtins.property
+    def source(self) -> Global___FlowSource:
+        """The new producer. `attempt` is required."""
+
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+        from_stage: _builtins.int = ...,
+        source: Global___FlowSource | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "from_stage", b"from_stage", "request_id", b"request_id", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NewSource: _TypeAlias = NewSource  # noqa: Y015
 
 @_typing.final
 class SessionHello(_message.Message):
@@ -148,6 +193,14 @@ class SessionWelcome(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REPLICA_FIELD_NUMBER: _builtins.int
+    REPEATS_FIELD_NUMBER: _builtins.int
+    TAKES_SOURCES_FIELD_NUMBER: _builtins.int
+    repeats: _builtins.bool
+    """A call that is begun anew from the start, on any replica of this stage, brings the same chunks as the first time if
+    its inputs and parameters are the same: so many, and with the same content.
+    """
+    takes_sources: _builtins.bool
+    """Takes `sources`, and heeds FlowSource.replaceable."""
     @_builtins.property
     def replica(self) -> _types_pb2.ReplicaRef:
         """The claim that answers."""
@@ -156,10 +209,12 @@ class SessionWelcome(_message.Message):
         self,
         *,
         replica: _types_pb2.ReplicaRef | None = ...,
+        repeats: _builtins.bool = ...,
+        takes_sources: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["replica", b"replica"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["replica", b"replica"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["repeats", b"repeats", "replica", b"replica", "takes_sources", b"takes_sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -358,12 +413,17 @@ class FlowSource(_message.Message):
     ENDPOINT_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    REPLACEABLE_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     """Its TransferService, "host:port"."""
     window: _builtins.int
     """Chunks that may be unacknowledged; -1: no limit."""
     attempt: _builtins.int
-    """Attempt of the producer's call, which may be an earlier one than the reader's; unset: the same."""
+    """Attempt of the producer's call, which may be an earlier one than the reader's, and in a NewSource is a later one;
+    unset: the same.
+    """
+    replaceable: _builtins.bool
+    """If the producer is lost, the call does not fail at once: for a second it waits for a NewSource."""
     @_builtins.property
     def replica(self) -> _types_pb2.ReplicaRef:
         """The producer."""
@@ -375,10 +435,11 @@ class FlowSource(_message.Message):
         endpoint: _builtins.str = ...,
         window: _builtins.int = ...,
         attempt: _builtins.int | None = ...,
+        replaceable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "attempt", b"attempt", "replica", b"replica"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "attempt", b"attempt", "endpoint", b"endpoint", "replica", b"replica", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "attempt", b"attempt", "endpoint", b"endpoint", "replaceable", b"replaceable", "replica", b"replica", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attempt: _TypeAlias = _typing.Literal["attempt"]  # noqa: Y015
     _WhichOneofArgType__attempt: _TypeAlias = _typing.Literal["_attempt", b"_attempt"]  # noqa: Y015

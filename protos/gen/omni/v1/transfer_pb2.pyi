@@ -43,8 +43,9 @@ class EdgeRef(_message.Message):
     to_stage: _builtins.int
     """Consumer stage."""
     reader_attempt: _builtins.int
-    """In flow control only: attempt of the consumer's call, where that is later than `attempt`, which is the producer's;
-    0: the same. Of a flow that is retained the reader of a later attempt takes the place of an earlier one's.
+    """In flow control only: attempt of the consumer's call, where that is not `attempt`, which is the producer's (it is
+    earlier where the producer was begun anew and its consumer goes on); 0: the same. Of a flow that is retained the
+    reader of a later attempt takes the place of an earlier one's.
     """
     def __init__(
         self,

@@ -28,7 +28,7 @@ from omni.v1 import transfer_pb2 as omni_dot_v1_dot_transfer__pb2
 from omni.v1 import types_pb2 as omni_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eomni/v1/transfer_service.proto\x12\x07omni.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x16omni/v1/transfer.proto\x1a\x13omni/v1/types.proto\"Q\n\x0f\x44\x65scribeRequest\x12\"\n\x05owner\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\r\n\x05token\x18\x03 \x01(\x0c\";\n\x10\x44\x65scribeResponse\x12\'\n\x06handle\x18\x01 \x01(\x0b\x32\x17.omni.v1.TransferHandle\"`\n\x0c\x43laimRequest\x12\"\n\x05owner\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\r\n\x05token\x18\x03 \x01(\x0c\x12\x10\n\x08\x63onsumer\x18\x04 \x01(\t\"\'\n\rClaimResponse\x12\x16\n\x0e\x63onsumers_left\x18\x01 \x01(\r\"m\n\x1dTransferServiceReleaseRequest\x12\"\n\x05owner\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12(\n\x08releases\x18\x02 \x03(\x0b\x32\x16.omni.v1.HandleRelease\"=\n\rHandleRelease\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x10\n\x08\x63onsumer\x18\x03 \x01(\t\"/\n\x1eTransferServiceReleaseResponse\x12\r\n\x05\x66reed\x18\x01 \x01(\r\"\xea\x01\n\x10SubscribeRequest\x12%\n\x08\x63onsumer\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12\"\n\x05owner\x18\x02 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12 \n\x05opens\x18\x03 \x03(\x0b\x32\x11.omni.v1.FlowOpen\x12\x1e\n\x04\x61\x63ks\x18\x04 \x03(\x0b\x32\x10.omni.v1.FlowAck\x12!\n\x07\x63\x61ncels\x18\x05 \x03(\x0b\x32\x10.omni.v1.EdgeRef\x12&\n\x08\x66\x61ilures\x18\x06 \x03(\x0b\x32\x14.omni.v1.FlowFailure\":\n\x08\x46lowOpen\x12\x1e\n\x04\x65\x64ge\x18\x01 \x01(\x0b\x32\x10.omni.v1.EdgeRef\x12\x0e\n\x06window\x18\x02 \x01(\x05\";\n\x07\x46lowAck\x12\x1e\n\x04\x65\x64ge\x18\x01 \x01(\x0b\x32\x10.omni.v1.EdgeRef\x12\x10\n\x08sequence\x18\x02 \x01(\x04\"P\n\x0b\x46lowFailure\x12\x1e\n\x04\x65\x64ge\x18\x01 \x01(\x0b\x32\x10.omni.v1.EdgeRef\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\"3\n\x11SubscribeResponse\x12\x1e\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x0e.omni.v1.Chunk\"\x94\x01\n\x05\x43hunk\x12\x1e\n\x04\x65\x64ge\x18\x01 \x01(\x0b\x32\x10.omni.v1.EdgeRef\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\'\n\x06handle\x18\x03 \x01(\x0b\x32\x17.omni.v1.TransferHandle\x12\r\n\x05\x66inal\x18\x04 \x01(\x08\x12!\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x12.google.rpc.Status\"c\n\x0c\x46\x65tchRequest\x12\"\n\x05owner\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\r\n\x05token\x18\x03 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\x0c\"3\n\rFetchResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\"\x9b\x01\n\x0c\x41greeRequest\x12\"\n\x05owner\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12\r\n\x05topic\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\r\n\x05ranks\x18\x04 \x01(\r\x12\x0f\n\x07\x66\x61ilure\x18\x05 \x01(\t\x12*\n\x07timeout\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"-\n\rAgreeResponse\x12\x0c\n\x04good\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t2\xa0\x03\n\x0fTransferService\x12?\n\x08\x44\x65scribe\x12\x18.omni.v1.DescribeRequest\x1a\x19.omni.v1.DescribeResponse\x12\x36\n\x05\x43laim\x12\x15.omni.v1.ClaimRequest\x1a\x16.omni.v1.ClaimResponse\x12Z\n\x07Release\x12&.omni.v1.TransferServiceReleaseRequest\x1a\'.omni.v1.TransferServiceReleaseResponse\x12\x46\n\tSubscribe\x12\x19.omni.v1.SubscribeRequest\x1a\x1a.omni.v1.SubscribeResponse(\x01\x30\x01\x12\x38\n\x05\x46\x65tch\x12\x15.omni.v1.FetchRequest\x1a\x16.omni.v1.FetchResponse0\x01\x12\x36\n\x05\x41gree\x12\x15.omni.v1.AgreeRequest\x1a\x16.omni.v1.AgreeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eomni/v1/transfer_service.proto\x12\x07omni.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x16omni/v1/transfer.proto\x1a\x13omni/v1/types.proto\"Q\n\x0f\x44\x65scribeRequest\x12\"\n\x05owner\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\r\n\x05token\x18\x03 \x01(\x0c\";\n\x10\x44\x65scribeResponse\x12\'\n\x06handle\x18\x01 \x01(\x0b\x32\x17.omni.v1.TransferHandle\"`\n\x0c\x43laimRequest\x12\"\n\x05owner\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\r\n\x05token\x18\x03 \x01(\x0c\x12\x10\n\x08\x63onsumer\x18\x04 \x01(\t\"\'\n\rClaimResponse\x12\x16\n\x0e\x63onsumers_left\x18\x01 \x01(\r\"m\n\x1dTransferServiceReleaseRequest\x12\"\n\x05owner\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12(\n\x08releases\x18\x02 \x03(\x0b\x32\x16.omni.v1.HandleRelease\"=\n\rHandleRelease\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x10\n\x08\x63onsumer\x18\x03 \x01(\t\"/\n\x1eTransferServiceReleaseResponse\x12\r\n\x05\x66reed\x18\x01 \x01(\r\"\xea\x01\n\x10SubscribeRequest\x12%\n\x08\x63onsumer\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12\"\n\x05owner\x18\x02 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12 \n\x05opens\x18\x03 \x03(\x0b\x32\x11.omni.v1.FlowOpen\x12\x1e\n\x04\x61\x63ks\x18\x04 \x03(\x0b\x32\x10.omni.v1.FlowAck\x12!\n\x07\x63\x61ncels\x18\x05 \x03(\x0b\x32\x10.omni.v1.EdgeRef\x12&\n\x08\x66\x61ilures\x18\x06 \x03(\x0b\x32\x14.omni.v1.FlowFailure\"R\n\x08\x46lowOpen\x12\x1e\n\x04\x65\x64ge\x18\x01 \x01(\x0b\x32\x10.omni.v1.EdgeRef\x12\x0e\n\x06window\x18\x02 \x01(\x05\x12\x16\n\x0e\x66irst_sequence\x18\x03 \x01(\x04\";\n\x07\x46lowAck\x12\x1e\n\x04\x65\x64ge\x18\x01 \x01(\x0b\x32\x10.omni.v1.EdgeRef\x12\x10\n\x08sequence\x18\x02 \x01(\x04\"P\n\x0b\x46lowFailure\x12\x1e\n\x04\x65\x64ge\x18\x01 \x01(\x0b\x32\x10.omni.v1.EdgeRef\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\"3\n\x11SubscribeResponse\x12\x1e\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x0e.omni.v1.Chunk\"\x94\x01\n\x05\x43hunk\x12\x1e\n\x04\x65\x64ge\x18\x01 \x01(\x0b\x32\x10.omni.v1.EdgeRef\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\'\n\x06handle\x18\x03 \x01(\x0b\x32\x17.omni.v1.TransferHandle\x12\r\n\x05\x66inal\x18\x04 \x01(\x08\x12!\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x12.google.rpc.Status\"c\n\x0c\x46\x65tchRequest\x12\"\n\x05owner\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\r\n\x05token\x18\x03 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\x0c\"3\n\rFetchResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\"\x9b\x01\n\x0c\x41greeRequest\x12\"\n\x05owner\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12\r\n\x05topic\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\r\n\x05ranks\x18\x04 \x01(\r\x12\x0f\n\x07\x66\x61ilure\x18\x05 \x01(\t\x12*\n\x07timeout\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"-\n\rAgreeResponse\x12\x0c\n\x04good\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t2\xa0\x03\n\x0fTransferService\x12?\n\x08\x44\x65scribe\x12\x18.omni.v1.DescribeRequest\x1a\x19.omni.v1.DescribeResponse\x12\x36\n\x05\x43laim\x12\x15.omni.v1.ClaimRequest\x1a\x16.omni.v1.ClaimResponse\x12Z\n\x07Release\x12&.omni.v1.TransferServiceReleaseRequest\x1a\'.omni.v1.TransferServiceReleaseResponse\x12\x46\n\tSubscribe\x12\x19.omni.v1.SubscribeRequest\x1a\x1a.omni.v1.SubscribeResponse(\x01\x30\x01\x12\x38\n\x05\x46\x65tch\x12\x15.omni.v1.FetchRequest\x1a\x16.omni.v1.FetchResponse0\x01\x12\x36\n\x05\x41gree\x12\x15.omni.v1.AgreeRequest\x1a\x16.omni.v1.AgreeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,23 +52,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SUBSCRIBEREQUEST']._serialized_start=652
   _globals['_SUBSCRIBEREQUEST']._serialized_end=886
   _globals['_FLOWOPEN']._serialized_start=888
-  _globals['_FLOWOPEN']._serialized_end=946
-  _globals['_FLOWACK']._serialized_start=948
-  _globals['_FLOWACK']._serialized_end=1007
-  _globals['_FLOWFAILURE']._serialized_start=1009
-  _globals['_FLOWFAILURE']._serialized_end=1089
-  _globals['_SUBSCRIBERESPONSE']._serialized_start=1091
-  _globals['_SUBSCRIBERESPONSE']._serialized_end=1142
-  _globals['_CHUNK']._serialized_start=1145
-  _globals['_CHUNK']._serialized_end=1293
-  _globals['_FETCHREQUEST']._serialized_start=1295
-  _globals['_FETCHREQUEST']._serialized_end=1394
-  _globals['_FETCHRESPONSE']._serialized_start=1396
-  _globals['_FETCHRESPONSE']._serialized_end=1447
-  _globals['_AGREEREQUEST']._serialized_start=1450
-  _globals['_AGREEREQUEST']._serialized_end=1605
-  _globals['_AGREERESPONSE']._serialized_start=1607
-  _globals['_AGREERESPONSE']._serialized_end=1652
-  _globals['_TRANSFERSERVICE']._serialized_start=1655
-  _globals['_TRANSFERSERVICE']._serialized_end=2071
+  _globals['_FLOWOPEN']._serialized_end=970
+  _globals['_FLOWACK']._serialized_start=972
+  _globals['_FLOWACK']._serialized_end=1031
+  _globals['_FLOWFAILURE']._serialized_start=1033
+  _globals['_FLOWFAILURE']._serialized_end=1113
+  _globals['_SUBSCRIBERESPONSE']._serialized_start=1115
+  _globals['_SUBSCRIBERESPONSE']._serialized_end=1166
+  _globals['_CHUNK']._serialized_start=1169
+  _globals['_CHUNK']._serialized_end=1317
+  _globals['_FETCHREQUEST']._serialized_start=1319
+  _globals['_FETCHREQUEST']._serialized_end=1418
+  _globals['_FETCHRESPONSE']._serialized_start=1420
+  _globals['_FETCHRESPONSE']._serialized_end=1471
+  _globals['_AGREEREQUEST']._serialized_start=1474
+  _globals['_AGREEREQUEST']._serialized_end=1629
+  _globals['_AGREERESPONSE']._serialized_start=1631
+  _globals['_AGREERESPONSE']._serialized_end=1676
+  _globals['_TRANSFERSERVICE']._serialized_start=1679
+  _globals['_TRANSFERSERVICE']._serialized_end=2095
 # @@protoc_insertion_point(module_scope)

@@ -286,8 +286,14 @@ class FlowOpen(_message.Message):
 
     EDGE_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
+    FIRST_SEQUENCE_FIELD_NUMBER: _builtins.int
     window: _builtins.int
     """Chunks that may be unacknowledged; -1: no limit."""
+    first_sequence: _builtins.int
+    """Chunks before this one are not sent: the caller has had them from another producer, of whose call this one is the
+    repetition. They need not be published, nor kept: who opens the flow for them later gets RETENTION_LOST. One that is
+    beyond the end asks for the end alone.
+    """
     @_builtins.property
     def edge(self) -> _transfer_pb2.EdgeRef:
         """Which flow."""
@@ -297,10 +303,11 @@ class FlowOpen(_message.Message):
         *,
         edge: _transfer_pb2.EdgeRef | None = ...,
         window: _builtins.int = ...,
+        first_sequence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["edge", b"edge"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["edge", b"edge", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["edge", b"edge", "first_sequence", b"first_sequence", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -400,7 +407,7 @@ class Chunk(_message.Message):
     FINAL_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """From 0, without gaps."""
+    """From 0, or the `first_sequence` that was asked for, without gaps."""
     final: _builtins.bool
     """No chunk follows."""
     @_builtins.property
