@@ -25,6 +25,7 @@ whose details always carry ``ErrorInfo{reason, domain, metadata}`` (AIP-193), ``
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, cast
@@ -32,6 +33,7 @@ from typing import Any, ClassVar, cast
 import grpc
 import grpc.aio
 from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from omnicore.durations import to_duration, to_seconds
@@ -267,14 +269,15 @@ def from_status(status: status_pb2.Status) -> OmniError:
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> OmniError:
-    """The typed error behind a failed call, from its trailers if they carry details."""
+    """The typed error behind a failed call, from its trailers if they carry details that can be read."""
     trailing: Iterable[tuple[str, str | bytes]] = cast("Any", error.trailing_metadata()) or ()
     for key, value in trailing:
         if key == _STATUS_DETAILS_KEY and isinstance(value, bytes):
             status = status_pb2.Status()
-            status.ParseFromString(value)
-            if status.code == error.code().value[0]:
-                return from_status(status)
+            with contextlib.suppress(DecodeError):
+                status.ParseFromString(value)
+                if status.code == error.code().value[0]:
+                    return from_status(status)
     return TABLE.get(error.code(), InternalError)(error.details() or error.code().name)
 
 

@@ -19,7 +19,7 @@ import grpc
 import grpc.aio
 
 from omnicore.config import split_host_port
-from omnicore.http2 import GrpcClientConnection, ProtocolError
+from omnicore.http2 import GrpcClientConnection
 from omnicore.rpc import MAX_MESSAGE_BYTES
 
 KEEPALIVE_S = 10.0
@@ -97,8 +97,6 @@ class GrpcStream(asyncio.Protocol):
                 if self._ended.done():
                     break  # by us, meanwhile
                 self._on_message(message)
-        except ProtocolError as error:
-            connection.lost(f"the peer breaks the protocol: {error}")
         except Exception as error:  # noqa: BLE001 -- for who waits in ``ended``
             if not self._ended.done():
                 self._ended.set_exception(error)

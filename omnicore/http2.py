@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import struct
 import urllib.parse
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import grpc
 import grpc.aio
@@ -62,7 +63,8 @@ _Headers = Sequence[tuple[bytes, bytes]]
 
 
 class ProtocolError(Exception):
-    """The peer said what HTTP/2 or gRPC does not allow; the connection is of no more use."""
+    """The peer said what HTTP/2 or gRPC does not allow; the connection is of no more use. ``receive`` makes it the
+    stream's end."""
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -99,7 +101,7 @@ class GrpcClientConnection:
         self._goaway = ""
         self._connection_window = self._stream_window = self._peer_initial_window = _DEFAULT_WINDOW
         self._peer_max_frame = _MAX_FRAME
-        self._queue: deque[bytes] = deque()
+        self._queue: deque[memoryview] = deque()
         block = hpack.Encoder().encode(
             [
                 (":method", "POST"), (":scheme", scheme), (":path", path), (":authority", authority),
@@ -129,14 +131,20 @@ class GrpcClientConnection:
     # -- sending --
 
     def send(self, message: bytes) -> bytes:
-        """What of it may be written now; the rest waits until the peer makes room."""
+        """What may be written now, of it and of what was to be written before it; the rest waits until the peer makes
+        room."""
         length = len(message) + 5
-        if not self._queue and length <= min(self._stream_window, self._connection_window, self._peer_max_frame):
+        if (
+            not self._queue
+            and not self._outgoing  # what waited for room may be there
+            and length <= min(self._stream_window, self._connection_window, self._peer_max_frame)
+        ):
             self._stream_window -= length
             self._connection_window -= length
             return b"%b\0%b%b" % (_FRAME.pack(length >> 8, length & 0xFF, DATA, 0, 1), _length(message), message)
-        self._queue.append(b"\0" + _length(message) + message)
-        return self._drain()
+        self._queue.append(memoryview(b"\0" + _length(message) + message))
+        self._outgoing.append(self._drain())
+        return self.take_outgoing()
 
     def ping(self) -> None:
         """Ask for a sign of life: ``pongs`` counts it."""
@@ -149,7 +157,7 @@ class GrpcClientConnection:
             self._end(grpc.StatusCode.CANCELLED, "cancelled by us")
 
     def _drain(self) -> bytes:
-        pieces: list[bytes] = []
+        pieces: list[bytes | memoryview] = []
         queue = self._queue
         while queue:
             room = min(self._stream_window, self._connection_window, self._peer_max_frame)
@@ -159,18 +167,25 @@ class GrpcClientConnection:
             if len(data) > room:
                 queue.appendleft(data[room:])
                 data = data[:room]
-            self._stream_window -= len(data)
-            self._connection_window -= len(data)
-            pieces.append(frame(DATA, 0, 1, data))
+            length = len(data)
+            self._stream_window -= length
+            self._connection_window -= length
+            pieces += (_FRAME.pack(length >> 8, length & 0xFF, DATA, 0, 1), data)
         return b"".join(pieces)
 
     # -- receiving --
 
     def receive(self, data: bytes) -> list[bytes]:
-        """The messages that ``data`` completes. Raises ``ProtocolError``."""
-        if self._rest:
-            data = self._rest + data
+        """The messages that ``data`` completes."""
         messages: list[bytes] = []
+        try:
+            self._read(self._rest + data if self._rest else data, messages)
+        except ProtocolError as error:
+            self._rest = b""
+            self.lost(f"the peer breaks the protocol: {error}")
+        return messages
+
+    def _read(self, data: bytes, messages: list[bytes]) -> None:
         position, end = 0, len(data)
         while end - position >= 9:
             high, low, kind, flags, stream = _FRAME.unpack_from(data, position)
@@ -197,7 +212,6 @@ class GrpcClientConnection:
         if self._unread > WINDOW // 4:
             self._outgoing += (_window_update(0, self._unread), _window_update(1, self._unread))
             self._unread = 0
-        return messages
 
     def _messages(self, payload: bytes, messages: list[bytes]) -> None:
         body = self._body
@@ -230,7 +244,7 @@ class GrpcClientConnection:
     def _control(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         if self._block is not None and (kind != CONTINUATION or stream != 1):
             raise ProtocolError("headers were not continued")
-        if not self._settled and kind != SETTINGS:
+        if not self._settled and (kind != SETTINGS or flags & _ACK):
             raise ProtocolError("its first word is not HTTP/2's; is this a gRPC port?")
         if kind == HEADERS:
             if stream != 1:
@@ -238,6 +252,8 @@ class GrpcClientConnection:
             if flags & _PADDED:
                 payload = _unpadded(payload)
             if flags & _HAS_PRIORITY:
+                if len(payload) < 5:
+                    raise ProtocolError("headers shorter than their priority")
                 payload = payload[5:]
             self._block, self._block_ends_stream = bytearray(payload), bool(flags & _END_STREAM)
             self._on_block(flags)
@@ -275,9 +291,9 @@ class GrpcClientConnection:
     def _on_settings(self, flags: int, stream: int, payload: bytes) -> None:
         if stream or len(payload) % 6 or (flags & _ACK and payload):
             raise ProtocolError("malformed settings")
-        self._settled = True
         if flags & _ACK:
             return
+        self._settled = True
         for name, value in _SETTING.iter_unpack(payload):
             if name == _INITIAL_WINDOW_SIZE:
                 if value > _MAX_WINDOW:
@@ -288,6 +304,7 @@ class GrpcClientConnection:
                 if not _MAX_FRAME <= value < 2**24:
                     raise ProtocolError(f"a frame size of {value}")
                 self._peer_max_frame = value
+        self._check_windows()
         self._outgoing += (frame(SETTINGS, _ACK, 0), self._drain())
 
     def _on_window_update(self, stream: int, payload: bytes) -> None:
@@ -298,9 +315,12 @@ class GrpcClientConnection:
             self._stream_window += increment
         else:
             self._connection_window += increment
+        self._check_windows()
+        self._outgoing.append(self._drain())
+
+    def _check_windows(self) -> None:
         if max(self._stream_window, self._connection_window) > _MAX_WINDOW:
             raise ProtocolError("a window beyond 2^31")
-        self._outgoing.append(self._drain())
 
     # -- the end --
 
@@ -314,12 +334,14 @@ class GrpcClientConnection:
         try:
             fields: _Headers = [(bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True)]
         except hpack.HPACKError as error:
-            raise ProtocolError(f"headers that cannot be read: {error}") from error
+            raise ProtocolError(f"headers that cannot be read: {type(error).__name__}") from error
         if self.status is not None:
             return
         if self._response is None:
             found = dict(fields)
             if found.get(b":status", b"").startswith(b"1"):  # more will follow
+                if self._block_ends_stream:
+                    raise ProtocolError("an interim response that ends the stream")
                 return
             self._response = found
             if not self._block_ends_stream:
@@ -332,21 +354,23 @@ class GrpcClientConnection:
     def _check_response(self, found: dict[bytes, bytes]) -> None:
         status, kind = found.get(b":status", b""), found.get(b"content-type", b"")
         if status != b"200" or not kind.startswith(b"application/grpc"):
-            self._not_grpc(status, kind)
-
-    def _not_grpc(self, status: bytes, kind: bytes) -> None:
-        code = _OF_HTTP.get(status, grpc.StatusCode.UNKNOWN)
-        self._end(code, f"no gRPC: HTTP status {status.decode('latin-1')}, content type {kind.decode('latin-1')!r}")
+            code = _OF_HTTP.get(status, grpc.StatusCode.UNKNOWN)
+            self._end(code, f"no gRPC: HTTP status {status.decode('latin-1')}, content type {kind.decode('latin-1')!r}")
 
     def _on_trailers(self, fields: _Headers) -> None:
         found = dict(fields)
         if b"grpc-status" not in found:
             assert self._response is not None
-            self._not_grpc(self._response.get(b":status", b""), self._response.get(b"content-type", b""))
+            self._check_response(self._response)
+            self._end_without_trailers()
             return
         code = _CODES.get(found[b"grpc-status"], grpc.StatusCode.UNKNOWN)
-        details = urllib.parse.unquote(found.get(b"grpc-message", b"").decode("latin-1"), errors="replace")
-        self._end(code, details, [_metadatum(*field) for field in fields if field[0] not in _NOT_METADATA])
+        if code is grpc.StatusCode.OK and self._body:
+            self._end(grpc.StatusCode.INTERNAL, "the stream ended within a message")
+            return
+        details = urllib.parse.unquote_to_bytes(found.get(b"grpc-message", b"")).decode(errors="replace")
+        metadata = [pair for field in fields if field[0] not in _NOT_METADATA for pair in _metadata(*field)]
+        self._end(code, details, metadata)
 
     def _end_without_trailers(self) -> None:
         self._end(grpc.StatusCode.INTERNAL, "the stream ended without a status")
@@ -372,11 +396,12 @@ def _unpadded(payload: bytes) -> bytes:
     return payload[1 : len(payload) - payload[0]]
 
 
-def _metadatum(name: bytes, value: bytes) -> tuple[str, str | bytes]:
+def _metadata(name: bytes, value: bytes) -> Iterator[tuple[str, str | bytes]]:
+    """Of one header; binary ones may be joined by commas. One that cannot be read is passed over: the status counts."""
     key = name.decode("latin-1")
     if not key.endswith("-bin"):
-        return key, value.decode("latin-1")
-    try:
-        return key, base64.b64decode(value + b"=" * (-len(value) % 4), validate=True)
-    except binascii.Error as error:
-        raise ProtocolError(f"{key} is no base64") from error
+        yield key, value.decode("latin-1")
+        return
+    for part in value.split(b","):
+        with contextlib.suppress(binascii.Error):
+            yield key, base64.b64decode(part + b"=" * (-len(part) % 4), validate=True)
