@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from connectors.connector_set import ConnectorSet
 from omni.v1 import pipeline_pb2, stage_service_pb2, transfer_pb2
@@ -18,6 +18,9 @@ from stage_worker.progress import Progress
 from stage_worker.reading import Reads
 from stage_worker.ready_inputs import Releaser
 from stage_worker.transfer_metrics import TransferMetrics
+
+if TYPE_CHECKING:
+    from stage_worker.tracing import CallTracing
 
 MAX_REQUEST_ID_CHARS = 300
 """A client's 256 and the gateway's suffixes."""
@@ -101,6 +104,8 @@ class WorkerParts:
     metrics: TransferMetrics
     progress: Progress
     calls: CallTable
+    tracing: CallTracing | None = None
+    """None: no call is traced."""
 
     def check_call(self, call: stage_service_pb2.StageCall) -> None:
         """Raises ``InvalidRequestError`` naming the field that is wrong."""

@@ -13,6 +13,7 @@ from connectors.handles import HandleStore, edge_key
 from connectors.payload import Payload
 from omni.v1 import stage_service_pb2, transfer_pb2
 from omnicore.errors import OmniError
+from omnicore.tracing import AttributeValue
 from stage_worker.calls import WorkerParts
 from stage_worker.chunking import text_cutter
 from stage_worker.engine import EngineOutput
@@ -118,6 +119,7 @@ class OutputGroup:
         self._cutter = text_cutter(outputs[0].chunk_by)
         self._edges: list[transfer_pb2.EdgeRef] = []
         self._sequence = 0
+        self._size_bytes, self._tx_s = 0, 0.0
         self._paths: dict[str, list[PathSeries]] = {}
 
     def declare(self, call: stage_service_pb2.StageCall) -> None:
@@ -200,9 +202,21 @@ class OutputGroup:
             paths = self._paths[backend] = [
                 metrics.path(edge.from_stage, edge.to_stage, connector, backend) for edge in self._edges
             ]
+        self._size_bytes += handle.size_bytes
+        self._tx_s += tx_s
         for path in paths:
             path.size.observe(handle.size_bytes)
             path.tx.observe(tx_s)
+
+    def told(self, to_stage: int) -> dict[str, AttributeValue]:
+        """What was published on one of the edges, for a trace."""
+        return {
+            "omni.edge": edge_name(self._edges[self.to_stages.index(to_stage)]),
+            "omni.chunks": self._sequence,
+            "omni.bytes": self._size_bytes,
+            "omni.connector": self._kind,
+            "omni.publish_ms": round(self._tx_s * 1e3, 3),
+        }
 
     def _located(self, error: OmniError) -> OmniError:
         edges = ", ".join(edge_name(edge) for edge in self._edges)

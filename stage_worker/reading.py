@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from time import perf_counter
+from typing import NamedTuple
 
 from connectors import times
 from connectors.payload import Payload
@@ -46,6 +47,8 @@ class Reads:
         self.get = get
         self.metrics = metrics
         self.locate = locate
+        self.on_end: Callable[[Reading, OmniError | None], None] | None = None
+        """Told when nothing more is read, and why if that is an error."""
         self.turns: Turns[tuple[int, int]] = Turns()
         """At edges with ``max_inflight``."""
         self._chunk_timeout_s = chunk_timeout_s
@@ -61,6 +64,18 @@ class Reads:
         return Reading(self, edge, producer, plan.max_inflight if plan is not None else 0, timeout_s)
 
 
+class Read(NamedTuple):
+    """What was read."""
+
+    chunks: int
+    size_bytes: int
+    wait_s: float
+    """The consumer was ready, and waited."""
+    read_s: float
+    """For the bytes to be there."""
+    connector: str
+
+
 class Reading:
     """One request's payloads on one edge, one at a time: ``open``, ``close``, …, ``end``."""
 
@@ -68,7 +83,6 @@ class Reading:
         self, reads: Reads, edge: transfer_pb2.EdgeRef, producer: str, max_inflight: int, timeout_s: float
     ) -> None:
         self.edge = edge
-        """As it began: a flow may go on as one of another producer."""
         self.producer = producer
         self.timeout_s = timeout_s
         """Longest time for a chunk to come, and for its bytes to be read."""
@@ -142,6 +156,11 @@ class Reading:
         """The consumer could not read on, because of ``error``."""
         self._reads.metrics.failed(self.edge, error.reason)
 
+    @property
+    def so_far(self) -> Read:
+        """What was read until now."""
+        return Read(self._keys, self._size_bytes, self._wait_s, self._link_s, self._times.connector or "inline")
+
     def end(self, error: OmniError | None = None) -> None:
         """Nothing more is read: say what there was. Idempotent."""
         if self._ended:
@@ -172,6 +191,8 @@ class Reading:
             most_unacked=self.most_unacked,
             error=error.reason if error is not None else "",
         )
+        if self._reads.on_end is not None:
+            self._reads.on_end(self, error)
 
     async def _transfer(self, handle: transfer_pb2.TransferHandle) -> tuple[Payload, float, PathSeries]:
         """Move the bytes: when it is this request's turn, and before the deadline."""

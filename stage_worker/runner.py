@@ -29,6 +29,7 @@ from stage_worker.identity import replica_name
 from stage_worker.outbox import Outbox
 from stage_worker.outputs import Left, OutputGroup, output_groups
 from stage_worker.ready_inputs import HandleReader
+from stage_worker.tracing import CallTrace
 
 _log = get_logger(__name__)
 
@@ -92,6 +93,9 @@ class CallRunner:
         self.outboxes = [outbox for group in self._outputs for outbox in group.outboxes]
         for outbox in self.outboxes:
             outbox.on_consumer_failure = self.abort
+        self._trace: CallTrace | None = None
+        if parts.tracing is not None and call.traceparent:
+            self._trace = parts.tracing.begin(call)
 
     def left(self) -> Left:
         """What it has given to others, once it has ended."""
@@ -161,6 +165,7 @@ class CallRunner:
             self._last_event(error)
             self._ended.set()
             self._sink.call_ended()
+            self._end_trace(error)
         if cancelled is not None:
             raise cancelled
 
@@ -181,7 +186,7 @@ class CallRunner:
         request = self._engine_request()
         outputs = self._parts.engine.execute(request)
         try:
-            await self._forward(outputs)
+            await self._forward(outputs if self._trace is None else self._trace.watched(outputs))
         finally:
             if inspect.isasyncgen(outputs):
                 await outputs.aclose()
@@ -292,7 +297,7 @@ class CallRunner:
             speech=call.speech if call.HasField("speech") else prompt_pb2.SpeechOptions(),
             wants_output=call.emit_output,
             downstream=[output.to_stage for output in call.outputs],
-            trace_parent=call.traceparent,
+            trace_parent=call.traceparent if self._trace is None else self._trace.context.traceparent,
             resume=Resume(tuple(call.resume.token_ids), call.resume.text) if call.HasField("resume") else None,
         )
 
@@ -342,6 +347,13 @@ class CallRunner:
             event.finish.reason = finish.reason
             event.finish.prompt_tokens = finish.prompt_tokens
             event.finish.completion_tokens = finish.completion_tokens
+
+    def _end_trace(self, error: OmniError | None) -> None:
+        if self._trace is not None and self._parts.tracing is not None:
+            try:
+                self._parts.tracing.end(self._trace, self._outputs, self.completion_tokens, self._finish, error)
+            except Exception:  # noqa: BLE001 -- a defect here must cost no more than the trace
+                _log.exception("no trace of a call", request_id=self.key[0])
 
     def _located(self, error: OmniError) -> OmniError:
         return self._parts.identity.locate(error, self._call.attempt)

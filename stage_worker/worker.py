@@ -23,7 +23,7 @@ from connectors.channels import PeerChannels
 from connectors.connector_set import ConnectorSet
 from omni.v1 import pipeline_pb2, stage_service_pb2_grpc, transfer_service_pb2_grpc, types_pb2
 from omni.v1 import registry_service_pb2 as registry_pb
-from omnicore import protocol, rpc
+from omnicore import protocol, rpc, tracing
 from omnicore.clock import SYSTEM_CLOCK, Clock
 from omnicore.config import join_host_port, split_host_port
 from omnicore.durations import to_duration
@@ -48,6 +48,7 @@ from stage_worker.registrar import Registrar
 from stage_worker.retention import Retention
 from stage_worker.stage_connectors import connector_options, publishes
 from stage_worker.stage_service import SessionSet, StageServicer
+from stage_worker.tracing import CallTracing
 from stage_worker.transfer_metrics import TransferMetrics
 from stage_worker.transfer_service import TransferServicer
 
@@ -87,6 +88,12 @@ class Worker:
         self.failure: OmniError | None = None
         """Why this worker must end, if that is an error."""
         self.identity = Identity(types_pb2.StageRef(pipeline=pipeline.name, stage_id=stage.stage_id), "")
+        self._spans = tracing.export(
+            config,
+            "omniplane-stage-worker",
+            instance=self.identity.instance_uuid,
+            attributes={"omni.pipeline": pipeline.name, "omni.stage": stage.stage_id},
+        )
         self.channels = PeerChannels(clock, self._security.to_peer, lambda: self._security.version)
         self.parts = self._make_parts(pipeline, stage, engine_factory(stage, config.devices))
         self.parts.calls.refusal = UnavailableError("this replica is still loading", reason="STARTING")
@@ -137,6 +144,8 @@ class Worker:
             chunk_timeout_s=config.chunk_timeout_s,
             locate=self.identity.locate,
         )
+        traced = CallTracing(self._spans, self.identity) if self._spans is not None else None
+        reads.on_end = traced.has_read if traced is not None else None
         return WorkerParts(
             identity=self.identity,
             pipeline=pipeline,
@@ -150,6 +159,7 @@ class Worker:
             metrics=metrics,
             progress=Progress(),
             calls=CallTable(self._on_calls_changed),
+            tracing=traced,
         )
 
     # --- start ------------------------------------------------------------------------------------------------------
@@ -284,6 +294,8 @@ class Worker:
             _log.error("engine does not close: left to the end of the process", waited_s=ENGINE_CLOSE_TIMEOUT_S)
         await self.parts.connectors.close()
         await self.channels.close()
+        if self._spans is not None:
+            await self._spans.close()
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
