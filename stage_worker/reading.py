@@ -83,6 +83,7 @@ class Reading:
         self, reads: Reads, edge: transfer_pb2.EdgeRef, producer: str, max_inflight: int, timeout_s: float
     ) -> None:
         self.edge = edge
+        """As it began: a flow may go on as one of another producer."""
         self.producer = producer
         self.timeout_s = timeout_s
         """Longest time for a chunk to come, and for its bytes to be read."""
