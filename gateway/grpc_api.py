@@ -96,7 +96,12 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
             raise errors.InvalidRequestError.field("request_id", "required")
         key = CALLER.get()
         details = {"request_id": request.request_id, "key_id": "" if key.may(KeyRole.ADMIN) else key.id}
-        found = await self._answer_abort(details) or any((await self._siblings.ask("abort", **details)).values())
+        found = await self._answer_abort(details)
+        if not found:
+            answers = await self._siblings.ask("abort", **details)
+            found = any(answers.given.values())
+            if not found:
+                answers.check(f"request {request.request_id!r}")
         return inference_service_pb2.InferenceServiceAbortResponse(found=found)
 
     async def _answer_abort(self, details: Mapping[str, Any]) -> bool:
@@ -128,16 +133,16 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     async def ListRequests(  # noqa: N802 -- the proto's name
         self, request: inference_service_pb2.ListRequestsRequest, context: rpc.ServicerContext
     ) -> inference_service_pb2.ListRequestsResponse:
-        """The requests of all processes of this gateway."""
+        """The requests of all processes of this gateway; the answer says if some are missing."""
         own = list_requests(self._orchestrator.records(), request)
         answers = await self._siblings.ask("list", request=base64.b64encode(request.SerializeToString()).decode())
-        if not answers:
-            return own
         others = [
             inference_service_pb2.ListRequestsResponse.FromString(base64.b64decode(answer))
-            for answer in answers.values()
+            for answer in answers.given.values()
         ]
-        return merge_pages([own, *others], request)
+        merged = merge_pages([own, *others], request) if others else own
+        merged.silent_processes = len(answers.silent)
+        return merged
 
     async def _answer_list(self, details: Mapping[str, Any]) -> str:
         request = inference_service_pb2.ListRequestsRequest.FromString(base64.b64decode(details["request"]))
@@ -151,8 +156,10 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         found = self._find(request.request_id)
         if found is None:
             answers = await self._siblings.ask("request", request_id=request.request_id)
-            for answer in filter(None, answers.values()):
+            for answer in filter(None, answers.given.values()):
                 found = inference_service_pb2.GetRequestResponse.FromString(base64.b64decode(answer))
+            if found is None:
+                answers.check(f"request {request.request_id!r}")
         if found is None:
             raise errors.NotFoundError(
                 f"no request {request.request_id!r} runs here or ended lately",
@@ -273,7 +280,10 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             raise errors.InvalidRequestError.field("request_id", "required")
         stage = (request.stage.pipeline, request.stage.stage_id) if request.HasField("stage") else None
         details = {"request_id": request.request_id, "stage": stage}
-        released = await self._answer_release(details) + sum((await self._siblings.ask("release", **details)).values())
+        answers = await self._siblings.ask("release", **details)
+        released = await self._answer_release(details) + sum(answers.given.values())
+        if not released:
+            answers.check(f"a binding of request {request.request_id!r}")
         return router_service_pb2.RouterServiceReleaseResponse(released=released)
 
     async def _answer_release(self, details: Mapping[str, Any]) -> int:

@@ -72,6 +72,12 @@ GATEWAY_KEY_TOKENS = Metric(
 GATEWAY_KEY_ACTIVE = Metric(
     "omni_gateway_key_active_requests", "gauge", "Requests that run or wait, by API key.", ("key",)
 )
+GATEWAY_PROCESS_UP = Metric(
+    "omni_gateway_process_up",
+    "gauge",
+    "Of several processes: 1 if the series of this one are in this answer, 0 if it is not there or does not answer.",
+    ("process",),
+)
 GATEWAY_RETRIES = Metric(
     "omni_gateway_retries_total", "counter", "Attempts begun again before any output.", ("pipeline",)
 )

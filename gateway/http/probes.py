@@ -39,7 +39,7 @@ class Probes:
         siblings = self._service.siblings
         payload = self._readiness()
         if not siblings.place.alone:
-            answers = {siblings.place.index: payload, **await siblings.ask("ready")}
+            answers = {siblings.place.index: payload, **(await siblings.ask("ready")).given}
             payload = together.readiness(siblings.place.index, answers, siblings.place.count)
         await exchange.json(payload, 200 if payload["ready"] else 503)
 
@@ -76,8 +76,8 @@ class Probes:
         text = self._service.metrics.scrape()
         if not siblings.place.alone:
             answers = await siblings.ask("metrics")
-            others = {index: str(answer).encode() for index, answer in answers.items()}
-            text = together.metrics({siblings.place.index: text, **others})
+            others = {index: str(answer).encode() for index, answer in answers.given.items()}
+            text = together.metrics({siblings.place.index: text, **others}, siblings.place.count)
         headers = ((b"content-type", CONTENT_TYPE_LATEST.encode()),)
         await exchange.respond(200, text, headers)
 

@@ -1,8 +1,8 @@
 """What the processes of one gateway ask of each other, over Unix sockets in a directory that only their user can enter.
 
-A question is one line of JSON, the answer everything until the end of the connection, JSON as well. A process that
-does not answer within ``ANSWER_S`` is as if it were not there: it may have crashed and be on its way back. Nothing here
-is on the path of a request.
+A question is one line of JSON, the answer everything until the end of the connection, JSON as well. A process that is
+not there has nothing to tell: it crashed, and is on its way back. One that is there and does not answer within
+``ANSWER_S`` is silent: what it knows is missing, and whoever asked must say so. Nothing here is on a request's path.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import dataclasses
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -63,6 +63,26 @@ class Place:
         return str(Path(self.directory) / f"{index}.sock")
 
 
+class Answers(NamedTuple):
+    """What the others said."""
+
+    given: dict[int, Any]
+    """By index."""
+    silent: tuple[int, ...] = ()
+    """Those that are there and gave none."""
+
+    def check(self, what: str) -> None:
+        """Nobody who answered has ``what``: raises ``UnavailableError`` if one that is silent may have it."""
+        if self.silent:
+            names = ", ".join(map(str, self.silent))
+            raise errors.UnavailableError(
+                f"process {names} of this gateway does not answer, and no other has {what}",
+                reason="PROCESS_SILENT",
+                metadata={"processes": names},
+                retry_after_s=1.0,
+            )
+
+
 class Siblings:
     """Answers the other processes, and asks them. Used from one event loop; alone it does nothing."""
 
@@ -97,29 +117,37 @@ class Siblings:
         if self._running:
             await asyncio.wait(set(self._running))
 
-    async def ask(self, what: str, **details: Any) -> dict[int, Any]:
-        """The answers of the others, by index; of those that gave none, nothing. All are asked at once."""
+    async def ask(self, what: str, **details: Any) -> Answers:
+        """The answers of the others. All are asked at once."""
         place = self.place
         if place.alone:
-            return {}
+            return Answers({})
         others = [index for index in range(place.count) if index != place.index]
         question = orjson.dumps({"ask": what, **details}) + b"\n"
         if len(question) > _MOST_QUESTION_BYTES:  # an id that nobody has: nothing of ours is that long
-            return {}
-        answers = await asyncio.gather(*(self._ask(index, question) for index in others))
-        return {index: answer[0] for index, answer in zip(others, answers, strict=True) if answer is not None}
+            return Answers({})
+        given: dict[int, Any] = {}
+        there = await asyncio.gather(*(self._ask(index, question, given) for index in others))
+        silent = tuple(i for i, is_there in zip(others, there, strict=True) if is_there and i not in given)
+        if silent:
+            _log.warning("gateway processes do not answer", processes=silent, asked=what)
+        return Answers({index: given[index] for index in others if index in given}, silent)
 
-    async def _ask(self, index: int, question: bytes) -> tuple[Any] | None:
+    async def _ask(self, index: int, question: bytes, given: dict[int, Any]) -> bool:
+        """Put its answer into ``given``. False: it is not there."""
         writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(self._answer_s):
                 reader, writer = await asyncio.open_unix_connection(self.place.socket(index))
                 writer.write(question)
                 data = await reader.read()
-            return (orjson.loads(data)["answer"],)
-        except (OSError, TimeoutError, orjson.JSONDecodeError, KeyError):
-            _log.debug("a gateway process does not answer", process=index)
-            return None
+            given[index] = orjson.loads(data)["answer"]
+            return True
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        except (OSError, TimeoutError, orjson.JSONDecodeError, KeyError) as error:
+            _log.debug("a gateway process does not answer", process=index, reason=str(error))
+            return True
         finally:
             if writer is not None:
                 writer.close()

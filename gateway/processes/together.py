@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from omnicore.metrics import GATEWAY_PROCESS_UP
 
-def metrics(texts: Mapping[int, bytes]) -> bytes:
+
+def metrics(texts: Mapping[int, bytes], count: int) -> bytes:
     """Prometheus' texts of some processes as one, every series with the label ``process``: a counter of a process that
     was restarted begins again by itself, which a sum could not show. Sums are the reader's: ``sum without (process)``.
+    Whose series are missing, of ``count`` processes, is a series as well.
     """
     heads: dict[bytes, list[bytes]] = {}
     samples: dict[bytes, list[bytes]] = {}
@@ -23,6 +26,11 @@ def metrics(texts: Mapping[int, bytes]) -> bytes:
                     known.append(line)
             elif line:
                 samples.setdefault(family, []).append(_labelled(line, label))
+    up = GATEWAY_PROCESS_UP
+    heads[up.name.encode()] = [f"# HELP {up.name} {up.help}".encode(), f"# TYPE {up.name} {up.kind}".encode()]
+    samples[up.name.encode()] = [
+        b'%b{process="%d"} %.1f' % (up.name.encode(), index, index in texts) for index in range(count)
+    ]
     lines = [line for family, head in heads.items() for line in (*head, *samples.get(family, ()))]
     return b"\n".join(lines) + b"\n"
 

@@ -69,12 +69,15 @@ def add(commands: Commands) -> None:
 async def _list(args: argparse.Namespace) -> int:
     settings = settings_of(args)
     found: list[tuple[str, pb.RequestSummary]] = []
+    silent: dict[str, int] = {}
     for address in settings.require_gateway():
         async with connect.gateway(dataclasses.replace(settings, gateway=(address,))) as gateway:
             request = pb.ListRequestsRequest(model=args.model, include_ended=args.all, page_size=1000)
             while True:
                 page: pb.ListRequestsResponse = await gateway.call(gateway.inference.ListRequests, request)
                 found += [(address, row) for row in page.requests]
+                if page.silent_processes:
+                    silent[address] = max(page.silent_processes, silent.get(address, 0))
                 if not page.next_page_token:
                     break
                 request.page_token = page.next_page_token
@@ -85,6 +88,8 @@ async def _list(args: argparse.Namespace) -> int:
         print(output.table(_list_columns(), found))
     else:
         print("no requests", file=sys.stderr)
+    for address, count in silent.items():
+        print(f"warning: incomplete: {count} process(es) of gateway {address} did not answer", file=sys.stderr)
     return 0
 
 

@@ -69,6 +69,15 @@ class _Gateway:
         )
         return Counter({process: int(float(value)) for process, value in found})
 
+    async def busy(self) -> int:
+        """The one process that has requests."""
+        async with asyncio.timeout(60):
+            while True:
+                _, text = await self.get("/metrics")
+                counts = re.findall(r'^omni_gateway_inflight_requests\{process="(\d)"\} (\S+)$', text, re.MULTILINE)
+                if sorted(float(count) for _, count in counts) == [0, 1]:
+                    return next(int(process) for process, count in counts if float(count))
+
     def pids(self) -> dict[int, int]:
         """Of the processes that run now, by index."""
         pids: dict[int, int] = {}
@@ -106,6 +115,41 @@ def _hanging(channel: grpc.aio.Channel, request_id: str, key: str = ADMIN) -> An
 
 def _key(key: str) -> tuple[tuple[str, str], ...]:
     return (("x-api-key", key),)
+
+
+async def _check_one_that_hangs(channel: grpc.aio.Channel, pid: int) -> None:
+    """``channel`` is at another process, where a request "known" runs."""
+    stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+
+    async def listed() -> tuple[list[str], int]:
+        page = await stub.ListRequests(inference_service_pb2.ListRequestsRequest(), metadata=_key(ADMIN))
+        return [row.request_id for row in page.requests], page.silent_processes
+
+    async def refusal(asking: Any) -> tuple[grpc.StatusCode, bool]:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asking
+        return caught.value.code(), "does not answer" in str(caught.value.details())
+
+    async def all_listed() -> None:
+        async with asyncio.timeout(60):
+            while await listed() != (["known"], 0):
+                await asyncio.sleep(0.05)
+
+    get, abort = inference_service_pb2.GetRequestRequest, inference_service_pb2.InferenceServiceAbortRequest
+    await all_listed()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        found, *refused = await asyncio.gather(
+            listed(),
+            refusal(stub.GetRequest(get(request_id="other"), metadata=_key(ADMIN))),
+            refusal(stub.Abort(abort(request_id="other"), metadata=_key(ADMIN))),
+        )
+        assert found == (["known"], 1)
+        assert refused == [(grpc.StatusCode.UNAVAILABLE, True)] * 2
+        assert (await stub.GetRequest(get(request_id="known"), metadata=_key(ADMIN))).status == "running"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    await all_listed()
 
 
 async def _draining(gateway: _Gateway) -> bool:
@@ -170,6 +214,13 @@ async def test_several_processes_are_one_gateway(
                 pass
         assert ended.value.code() is grpc.StatusCode.CANCELLED
         await wait_until(lambda: not worker.running, what="the abort at its worker")
+
+        # One hangs: what it knows is missing, and that is said.
+        call = _hanging(channel, "known")
+        await wait_until(lambda: len(worker.running) == 1, what="the call at its worker")
+        await _check_one_that_hangs(channel, first[1 - await gateway.busy()])
+        call.cancel()
+        await wait_until(lambda: not worker.running, what="the end of it at its worker")
 
     # One is killed: once it is gone, every new connection is served by the others, and by its successor.
     os.kill(first[0], signal.SIGKILL)

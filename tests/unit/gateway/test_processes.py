@@ -17,6 +17,7 @@ from gateway.processes.shared_use import SharedUse
 from gateway.processes.siblings import Place, Siblings
 from gateway.processes.supervisor import flags, share
 from omnicore import config as configuration
+from omnicore import errors
 from omnicore.api_keys import ApiKey
 
 TEXT = b"""\
@@ -31,9 +32,12 @@ b 5.0
 
 
 def test_metrics_of_processes_are_told_apart_and_read_as_one() -> None:
-    text = together.metrics({0: TEXT, 1: TEXT.replace(b"3.0", b"30.0"), 2: b"# HELP c C.\n# TYPE c gauge\nc 1.0\n"})
+    third = b"# HELP c C.\n# TYPE c gauge\nc 1.0\n"
+    text = together.metrics({0: TEXT, 1: TEXT.replace(b"3.0", b"30.0"), 2: third}, 4)
     families = {family.name: family for family in text_string_to_metric_families(text.decode())}
-    assert list(families) == ["a", "b", "c"]
+    assert list(families) == ["a", "b", "c", "omni_gateway_process_up"]
+    up = families["omni_gateway_process_up"]
+    assert [(s.labels["process"], s.value) for s in up.samples] == [("0", 1), ("1", 1), ("2", 1), ("3", 0)]
     assert families["a"].type == "counter"
     values = {(s.labels["process"], s.labels["x"]): s.value for s in families["a"].samples}
     assert values == {("0", "1, {2}"): 3, ("0", "y"): 4, ("1", "1, {2}"): 30, ("1", "y"): 4}
@@ -82,15 +86,22 @@ async def test_siblings_answer_each_other_and_who_is_gone_is_left_out(tmp_path: 
 
     processes[1].answer("thing", answer)
     processes[2].answer("thing", late)
-    assert await processes[0].ask("thing", n=7) == {1: [7, None], 2: "at last"}, "3 is not there"
+    assert await processes[0].ask("thing", n=7) == ({1: [7, None], 2: "at last"}, ()), "3 is not there"
     hasty = Siblings(Place(str(tmp_path), 3, 4), answer_s=0.3)
     processes[2].answer("hang", never)
-    assert await hasty.ask("hang") == {}
-    assert await processes[0].ask("unknown") == {}
+    answers = await hasty.ask("hang")
+    assert (answers.given, answers.silent) == ({}, (0, 1, 2)), (
+        "they are there: it hangs, and the others do not know the question"
+    )
+    with pytest.raises(errors.UnavailableError, match="process 0, 1, 2 of this gateway") as caught:
+        answers.check("it")
+    assert caught.value.reason == "PROCESS_SILENT"
+    assert (await processes[0].ask("unknown")).given == {}
     for process in processes:
         await process.close()
-    assert await processes[0].ask("thing", n=7) == {}
-    assert await Siblings().ask("thing") == {}
+    for answers in (await processes[0].ask("thing", n=7), await Siblings().ask("thing")):
+        assert (answers.given, answers.silent) == ({}, ())
+        answers.check("it")
 
 
 async def test_a_question_that_is_too_long_has_no_answer_and_troubles_nobody(tmp_path: Path) -> None:
@@ -105,8 +116,8 @@ async def test_a_question_that_is_too_long_has_no_answer_and_troubles_nobody(tmp
         process.answer("thing", echo)
         await process.start()
     try:
-        assert await processes[0].ask("thing", text="x" * 60_000) == {1: {"text": "x" * 60_000}}
-        assert await processes[0].ask("thing", text="x" * 100_000) == {}
+        assert (await processes[0].ask("thing", text="x" * 60_000)).given == {1: {"text": "x" * 60_000}}
+        assert await processes[0].ask("thing", text="x" * 100_000) == ({}, ())
     finally:
         for process in processes:
             await process.close()

@@ -311,8 +311,11 @@ class ListRequestsResponse(_message.Message):
 
     REQUESTS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    SILENT_PROCESSES_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """For the next page; empty: this is the last."""
+    silent_processes: _builtins.int
+    """Processes of this gateway that are there and did not answer in time: what runs there is missing here."""
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestSummary]:
         """Oldest first; companions follow their request."""
@@ -322,10 +325,11 @@ class ListRequestsResponse(_message.Message):
         *,
         requests: _abc.Iterable[Global___RequestSummary] | None = ...,
         next_page_token: _builtins.str = ...,
+        silent_processes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "requests", b"requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "requests", b"requests", "silent_processes", b"silent_processes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
