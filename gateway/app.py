@@ -47,7 +47,8 @@ from omnicore.access import Role
 from omnicore.log import get_logger
 from omnicore.process import Shutdown, run, write_ready_file
 from omnicore.security import Security, is_loopback
-from omnicore.tracing import Sampler, export
+from omnicore.trace_config import export
+from omnicore.tracing import Sampler
 
 _log = get_logger(__name__)
 

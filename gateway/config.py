@@ -12,7 +12,7 @@ from omnicore.config import host_port, host_ports, not_negative, option, positiv
 from omnicore.process import ProcessConfig
 from omnicore.rpc import MAX_MESSAGE_BYTES
 from omnicore.security import SecurityConfig
-from omnicore.tracing import TraceConfig, share
+from omnicore.trace_config import DEFAULT_SHARE, TraceConfig, share
 
 
 def _place(value: str) -> None:
@@ -87,7 +87,7 @@ class GatewayConfig(ProcessConfig, SecurityConfig, TraceConfig):
     )
     kept_requests: int = option(1000, help="ended requests whose timeline is kept", check=not_negative)
     trace_sample: float = option(
-        0.01,
+        DEFAULT_SHARE,
         help="share of requests, 0 to 1, traced if there is a --trace-endpoint; who sends a traceparent decides itself",
         check=share,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from connectors.connector_set import ConnectorSet
 from omni.v1 import pipeline_pb2, stage_service_pb2, transfer_pb2
@@ -17,10 +17,8 @@ from stage_worker.outbox import Outbox
 from stage_worker.progress import Progress
 from stage_worker.reading import Reads
 from stage_worker.ready_inputs import Releaser
+from stage_worker.tracing import CallTracing
 from stage_worker.transfer_metrics import TransferMetrics
-
-if TYPE_CHECKING:
-    from stage_worker.tracing import CallTracing
 
 MAX_REQUEST_ID_CHARS = 300
 """A client's 256 and the gateway's suffixes."""

@@ -8,7 +8,7 @@ from connectors.shm import DEFAULT_POOL_BYTES
 from omnicore.config import host_port_or_empty, host_ports, not_negative, option, positive, stage_number
 from omnicore.process import ProcessConfig
 from omnicore.security import SecurityConfig
-from omnicore.tracing import TraceConfig
+from omnicore.trace_config import TraceConfig
 from stage_worker.flows import OPEN_WAIT_S
 from stage_worker.reading import CHUNK_TIMEOUT_S
 from stage_worker.retention import DEFAULT_RETAIN_BYTES

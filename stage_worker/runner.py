@@ -351,7 +351,8 @@ class CallRunner:
     def _end_trace(self, error: OmniError | None) -> None:
         if self._trace is not None and self._parts.tracing is not None:
             try:
-                self._parts.tracing.end(self._trace, self._outputs, self.completion_tokens, self._finish, error)
+                published = [group.told(to_stage) for group in self._outputs for to_stage in group.to_stages]
+                self._parts.tracing.end(self._trace, published, self.completion_tokens, self._finish, error)
             except Exception:  # noqa: BLE001 -- a defect here must cost no more than the trace
                 _log.exception("no trace of a call", request_id=self.key[0])
 

@@ -12,10 +12,8 @@ from omni.v1 import stage_service_pb2
 from omnicore.errors import OmniError, RequestCancelledError
 from omnicore.log import get_logger
 from omnicore.tracing import AttributeValue, Span, SpanEvent, SpanSink, TraceContext
-from stage_worker.calls import CallKey
 from stage_worker.engine import EngineOutput, Finish
 from stage_worker.identity import Identity
-from stage_worker.outputs import OutputGroup
 from stage_worker.reading import Reading, edge_name
 
 _log = get_logger(__name__)
@@ -24,8 +22,9 @@ _log = get_logger(__name__)
 class CallTrace:
     """One call that is traced, while it runs."""
 
-    def __init__(self, key: CallKey, span: Span) -> None:
+    def __init__(self, key: tuple[str, int], span: Span) -> None:
         self.key = key
+        """Request id and attempt."""
         self.spans = [span]
         """The call's own, and those of what it has read."""
 
@@ -63,7 +62,7 @@ class CallTracing:
     def __init__(self, sink: SpanSink, identity: Identity) -> None:
         self._sink = sink
         self._identity = identity
-        self._running: dict[CallKey, CallTrace] = {}
+        self._running: dict[tuple[str, int], CallTrace] = {}
 
     def begin(self, call: stage_service_pb2.StageCall) -> CallTrace | None:
         """A call begins; None if it is not traced. ``end`` must follow."""
@@ -114,19 +113,16 @@ class CallTracing:
     def end(
         self,
         trace: CallTrace,
-        outputs: Iterable[OutputGroup],
+        published: Iterable[dict[str, AttributeValue]],
         completion_tokens: int,
         finish: Finish | None,
         error: OmniError | None,
     ) -> None:
-        """The call has ended: its spans may go."""
+        """The call has ended: its spans may go. ``published``: what it gave on each edge."""
         self._running.pop(trace.key, None)
         own = trace.spans[0]
         own.end_s = time.time()
-        for group in outputs:
-            for to_stage in group.to_stages:
-                told = group.told(to_stage)
-                own.events.append(SpanEvent("published", own.end_s, told))
+        own.events += [SpanEvent("published", own.end_s, told) for told in published]
         own.attributes["gen_ai.usage.output_tokens"] = completion_tokens
         if finish is not None:
             own.attributes["omni.finish_reason"] = finish.reason

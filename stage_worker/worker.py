@@ -23,7 +23,7 @@ from connectors.channels import PeerChannels
 from connectors.connector_set import ConnectorSet
 from omni.v1 import pipeline_pb2, stage_service_pb2_grpc, transfer_service_pb2_grpc, types_pb2
 from omni.v1 import registry_service_pb2 as registry_pb
-from omnicore import protocol, rpc, tracing
+from omnicore import protocol, rpc, trace_config
 from omnicore.clock import SYSTEM_CLOCK, Clock
 from omnicore.config import join_host_port, split_host_port
 from omnicore.durations import to_duration
@@ -88,7 +88,7 @@ class Worker:
         self.failure: OmniError | None = None
         """Why this worker must end, if that is an error."""
         self.identity = Identity(types_pb2.StageRef(pipeline=pipeline.name, stage_id=stage.stage_id), "")
-        self._spans = tracing.export(
+        self._spans = trace_config.export(
             config,
             "omniplane-stage-worker",
             instance=self.identity.instance_uuid,

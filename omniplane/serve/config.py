@@ -13,6 +13,7 @@ from omnicore.errors import InvalidRequestError
 from omnicore.policies import BALANCING_POLICIES
 from omnicore.process import ProcessConfig
 from omnicore.security import SecurityConfig
+from omnicore.trace_config import DEFAULT_SHARE, TraceConfig, share
 
 DEFAULT_POLICY = "random"
 """vLLM-Omni's. A gateway of ours that is started by itself prefers power-of-two."""
@@ -103,7 +104,7 @@ ENGINE_FLAGS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServeConfig(EngineFlags, ProcessConfig, SecurityConfig):
+class ServeConfig(EngineFlags, ProcessConfig, SecurityConfig, TraceConfig):
     """Serve a multi-stage pipeline with the command line of vLLM-Omni.
     Without --stage-id: the whole pipeline on this machine. With it: a head, which runs the control plane, the gateway
     and that stage's replicas; with --headless as well: only that stage's replicas, under a head elsewhere.
@@ -168,6 +169,9 @@ class ServeConfig(EngineFlags, ProcessConfig, SecurityConfig):
     )
     admin_token_file: str = option(
         "", help="heads: file of the tokens, one a line, that make a caller an administrator (ours)"
+    )
+    trace_sample: float = option(
+        DEFAULT_SHARE, help="share of requests, 0 to 1, traced if there is a --trace-endpoint (ours)", check=share
     )
     cluster: str = option("default", help="name of the cluster in etcd's keys (ours)")
     startup_timeout: float = option(
@@ -255,6 +259,7 @@ class ServeConfig(EngineFlags, ProcessConfig, SecurityConfig):
         yield "--host, --port", (self.host, self.port) != ("127.0.0.1", 8000)
         yield "--gateway-workers", self.gateway_workers != 1
         yield "--api-keys", bool(self.api_keys)
+        yield "--trace-sample", self.trace_sample != DEFAULT_SHARE
         yield "--async-chunk", self.async_chunk is not None
         yield "--etcd", bool(self.etcd)
 

@@ -86,6 +86,8 @@ def gateway(config: ServeConfig, control_plane_address: str) -> Spec:
             *_file("--api-keys", config.api_keys),
             *_file("--http-tls-cert", config.ssl_certfile),
             *_file("--http-tls-key", config.ssl_keyfile),
+            *_tracing(config),
+            *("--trace-sample", str(config.trace_sample)),
             *security_flags(config, Role.GATEWAY),
             *_logging(config),
         ),
@@ -127,6 +129,7 @@ def worker(
             *("--drain-timeout-s", f"{config.drain_timeout:g}"),
             *_file("--registration-token-file", config.registration_token_file),
             *security_flags(config, Role.WORKER),
+            *_tracing(config),
             *_logging(config),
         ),
         # Its own limits come first, and say better what took too long.
@@ -152,6 +155,10 @@ def reachable(address: str) -> str:
 
 def _file(flag: str, path: str) -> tuple[str, ...]:
     return (flag, path) if path else ()
+
+
+def _tracing(config: ServeConfig) -> tuple[str, ...]:
+    return ("--trace-endpoint", config.trace_endpoint) if config.trace_endpoint else ()
 
 
 def _logging(config: ServeConfig) -> tuple[str, ...]:

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omnicore.trace_config import collector as collector_address
+from omnicore.trace_config import share
 from omnicore.trace_export import SpanExport
-from omnicore.tracing import Sampler, Span, SpanEvent, TraceContext, share
-from omnicore.tracing import collector as collector_address
+from omnicore.tracing import Sampler, Span, SpanEvent, TraceContext
 from tests.support.collectors import Collector
 from tests.support.collectors import collector as collector  # a fixture
 

@@ -201,3 +201,15 @@ def test_a_gateway_of_several_processes_that_asks_for_keys() -> None:
     told = "".join(text for _, text in _config(*HEADLESS, *flags).notes())
     assert "--gateway-workers" in told
     assert "--api-keys" in told
+
+
+def test_traces_are_the_same_in_all_its_services() -> None:
+    flags = (*PLAIN, "--trace-endpoint", "http://127.0.0.1:4317", "--trace-sample", "0.5")
+    config = _config(*flags)
+    gateway = specs.gateway(config, "127.0.0.1:9000").arguments
+    worker = specs.worker(config, "w", pipeline="p", stage_id=0, control_plane_address="127.0.0.1:9000").arguments
+    for arguments in (gateway, worker):
+        assert arguments[arguments.index("--trace-endpoint") + 1] == "http://127.0.0.1:4317"
+    assert gateway[gateway.index("--trace-sample") + 1] == "0.5"
+    assert "--trace-sample" not in worker
+    assert "--trace-endpoint" not in specs.gateway(_config(*PLAIN), "127.0.0.1:9000").arguments
