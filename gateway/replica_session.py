@@ -104,6 +104,7 @@ class ReplicaSession:
         self._aborts: list[int] = []
         self._sending = False
         """``_send`` will be called, in the next turn of the loop."""
+        self._heard_drain = self._tell_drain = False
         self._retiring = False
         self._closing = False
         self._idle = asyncio.Event()
@@ -324,6 +325,7 @@ class ReplicaSession:
 
     async def _serve(self) -> None:
         self._silence.reset()
+        self._heard_drain = self._tell_drain = False
         hello = stage_service_pb2.SessionHello(gateway_id=self._gateway_id, replica=self.record.ref)
         if self._hung_after_s:
             hello.beat_interval.CopyFrom(to_duration(BEAT_S))
@@ -374,6 +376,11 @@ class ReplicaSession:
             for frame in _frames(calls, sources, aborts):
                 self.frames_sent += 1
                 stream.write(frame.SerializeToString())
+            if self._tell_drain:
+                # What was begun before is on its way. Whoever picked it before and begins only now is refused there,
+                # and goes elsewhere.
+                self._tell_drain = False
+                stream.write(stage_service_pb2.SessionRequest(drain_heard=True).SerializeToString())
         except Exception:  # noqa: BLE001 -- a session that cannot send must break, not linger
             _log.exception("session cannot send", **self._who())
             stream.cancel()
@@ -401,6 +408,9 @@ class ReplicaSession:
             self._listener.on_load(self.record, frame.load)
         if frame.draining:
             self._listener.on_draining(self.record)
+            if not self._heard_drain:
+                self._heard_drain = self._tell_drain = True
+                self._send_soon()
 
     def _broke(self, reason: str) -> None:
         """Every open call has failed; the listener hears it before the sinks do, so that no retry comes back here."""

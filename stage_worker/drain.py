@@ -22,7 +22,8 @@ from stage_worker.stage_service import SessionSet
 _log = get_logger(__name__)
 
 LAST_CALLS_S = 0.5
-"""After gateways were told of a drain, calls are still taken for so long: those that were under way."""
+"""After gateways were told of a drain, calls are still taken for so long: those that were under way. Less if all
+gateways say that they have heard of it."""
 _ABORT_S = 10.0  # what is cut off lets go of all it holds in milliseconds, unless its engine hangs
 _POLL_S = 0.02
 
@@ -71,8 +72,7 @@ class Drain:
         if self.may_finish and (self._calls or self._flows.holding):
             left_s = (self._finish_by_s or 0.0) - self._clock.monotonic()
             _log.info("draining", calls=len(self._calls), flows=self._flows.holding, limit_s=round(left_s, 1))
-        under_way = bool(self._sessions) and self._calls.refusal is None
-        last_calls_s = self._clock.monotonic() + (LAST_CALLS_S if under_way else 0.0)
+        last_calls_s = self._clock.monotonic() + (LAST_CALLS_S if self._calls.refusal is None else 0.0)
         while self._must_wait(last_calls_s):  # noqa: ASYNC110 -- two tables, once in a worker's life
             await asyncio.sleep(_POLL_S)
         if self._calls.refusal is None:
@@ -84,7 +84,8 @@ class Drain:
         now_s = self._clock.monotonic()
         if not self.may_finish or now_s >= (self._finish_by_s or 0.0):
             return False
-        return now_s < last_calls_s or bool(self._calls) or self._flows.holding > 0
+        under_way = now_s < last_calls_s and not self._sessions.all_heard_drain
+        return under_way or bool(self._calls) or self._flows.holding > 0
 
     async def _cut_off(self) -> None:
         calls = self._calls.all()

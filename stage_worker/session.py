@@ -76,6 +76,8 @@ class Session:
         self._load_due_s = 0.0
         self._load_timer: asyncio.TimerHandle | None = None
         self._half_closed = False
+        self.heard_drain = False
+        """The gateway sends no calls any more, since it knows that this worker is draining."""
         self._ended = False
         self._welcome_due = True
 
@@ -175,6 +177,8 @@ class Session:
             self.take_sources(request.sources)
         if request.aborts:
             self.abort_calls(request.aborts)
+        if request.drain_heard:
+            self.heard_drain = True
 
     def end(self) -> None:
         """The session is over, or broke: abort what runs. Idempotent; returns before the calls have ended."""

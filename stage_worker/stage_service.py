@@ -47,6 +47,11 @@ class SessionSet:
     def __len__(self) -> int:
         return len(self._sessions)
 
+    @property
+    def all_heard_drain(self) -> bool:
+        """No gateway will send a call any more."""
+        return all(session.heard_drain for session in self._sessions)
+
     def add(self, session: Session) -> None:
         """A session begins."""
         self._sessions.add(session)

@@ -75,6 +75,8 @@ class ScriptedWorker(stage_service_pb2_grpc.StageServiceServicer):
         self.released: list[int] = []
         """Those of calls that had ended, whose data was kept."""
         self.aborted_requests: list[str] = []
+        self.drain_heard = 0
+        """How often a gateway said that it has heard of a drain."""
         self.tokenizing = 0
         self.running: dict[int, asyncio.Task[None]] = {}
         self.sessions: set[asyncio.Queue[stage_service_pb2.SessionResponse]] = set()
@@ -169,6 +171,7 @@ class ScriptedWorker(stage_service_pb2_grpc.StageServiceServicer):
     ) -> None:
         async for frame in requests:
             await self._awake.wait()
+            self.drain_heard += frame.drain_heard
             for call_id in frame.aborts:
                 self.aborts.append(call_id)
                 if (task := self.running.pop(call_id, None)) is None:

@@ -219,11 +219,18 @@ async def test_rpcs_beside_the_stream_wait_for_its_beginning() -> None:
 
 
 async def test_load_and_draining_are_told() -> None:
-    async with opened(hang) as (worker, _, listener):
+    async with opened(hang) as (worker, session, listener):
         load = types_pb2.LoadReport(queue_length=4)
         worker.broadcast(stage_service_pb2.SessionResponse(load=load, draining=True))
         await wait_until(lambda: listener.draining, what="draining")
         assert listener.loads == [4]
+        await wait_until(lambda: worker.drain_heard == 1, what="the gateway's word that it has heard of it")
+        worker.broadcast(stage_service_pb2.SessionResponse(load=types_pb2.LoadReport(queue_length=5), draining=True))
+        await wait_until(lambda: listener.loads == [4, 5], what="another frame")
+        session.submit(call(), sink := Sink())
+        await wait_until(lambda: bool(worker.calls), what="a call of a pick from before")
+        assert worker.drain_heard == 1, "once is enough"
+        assert not sink.ended
 
 
 async def test_retiring_waits_for_what_runs() -> None:

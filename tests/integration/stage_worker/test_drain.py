@@ -19,7 +19,7 @@ from omnicore.errors import UnavailableError, from_rpc_error
 from omnicore.process import RESTART_EXIT_CODE
 from tests.integration.stage_worker.cluster import call, local_worker, pipeline, sessions
 from tests.integration.stage_worker.test_registration import Registry, registry, start_control_plane, worker_flags
-from tests.support.processes import Services
+from tests.support.processes import Services, wait_until
 from tests.support.processes import services as services
 
 pytestmark = pytest.mark.timeout(120)
@@ -105,6 +105,23 @@ async def test_calls_under_way_when_the_drain_begins_are_taken() -> None:
         async with asyncio.timeout(20):
             await worker.drain.finish()
         refused = await session.run(call("too-late", "x"))
+        assert isinstance(refused.error, UnavailableError)
+        assert refused.error.reason == "DRAINING"
+
+
+async def test_who_has_heard_of_the_drain_from_everybody_waits_for_no_calls() -> None:
+    """What a gateway sent before its word is taken; a worker that has the word of all leaves without waiting."""
+    plan = pipeline({"tokens": 3})
+    async with local_worker(plan, 0) as worker, sessions([worker, worker]) as (first, second):
+        worker.drain.announce()
+        assert (await first.run(call("under-way", "x"))).error is None
+        await first.send(stage_pb.SessionRequest(drain_heard=True))
+        await second.send(stage_pb.SessionRequest(drain_heard=True))
+        await wait_until(lambda: worker.sessions.all_heard_drain, what="both words")
+        finishing = asyncio.create_task(worker.drain.finish())
+        await asyncio.sleep(0)
+        assert finishing.done(), "not even one look later"
+        refused = await second.run(call("too-late", "x"))
         assert isinstance(refused.error, UnavailableError)
         assert refused.error.reason == "DRAINING"
 

@@ -37,6 +37,11 @@ class SessionRequest(_message.Message):
     CALLS_FIELD_NUMBER: _builtins.int
     ABORTS_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
+    DRAIN_HEARD_FIELD_NUMBER: _builtins.int
+    drain_heard: _builtins.bool
+    """The gateway has heard that the worker is draining: no calls follow. A worker that has this from all its sessions
+    need not wait for calls that are under way.
+    """
     @_builtins.property
     def hello(self) -> Global___SessionHello:
         """In the first frame only."""
@@ -62,10 +67,11 @@ class SessionRequest(_message.Message):
         calls: _abc.Iterable[Global___StageCall] | None = ...,
         aborts: _abc.Iterable[_builtins.int] | None = ...,
         sources: _abc.Iterable[Global___NewSource] | None = ...,
+        drain_heard: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "calls", b"calls", "hello", b"hello", "sources", b"sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "calls", b"calls", "drain_heard", b"drain_heard", "hello", b"hello", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
