@@ -93,8 +93,10 @@ class Service:
         self._ready_file = run_dir / f"{name}.ready.json"
         self._log_path = run_dir / f"{name}.log"
         with self._log_path.open("wb") as log:
+            # From byte code, as what is installed: compiling it anew takes a start a third longer.
+            env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
             self.process = subprocess.Popen(
-                [*argv, "--ready-file", str(self._ready_file)], stdout=log, stderr=subprocess.STDOUT
+                [*argv, "--ready-file", str(self._ready_file)], stdout=log, stderr=subprocess.STDOUT, env=env
             )
 
     @classmethod
