@@ -22,7 +22,7 @@ held against the replica.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import grpc.aio
 
@@ -53,6 +53,7 @@ _MOST_BACKOFF_S = 0.4  # with the jitter 0.6: who is back is used again within a
 _FRAME_BYTES = 1024 * 1024
 # The codes with which a replica says: you mean another instance, or something that I am not.
 _REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED)
+_CALLS_TAG = bytes((stage_service_pb2.SessionRequest.CALLS_FIELD_NUMBER << 3 | 2,))
 _METHOD = "/omni.v1.StageService/Session"
 
 
@@ -99,7 +100,8 @@ class ReplicaSession:
         self._next_call_id = 1
         self._broken = ""
         """Why the session is down, after it was up or could not get up; empty while it begins and while it is up."""
-        self._calls: list[stage_service_pb2.StageCall] = []
+        self._calls: dict[int, bytes] = {}
+        """Of this loop turn, encoded."""
         self._sources: list[stage_service_pb2.NewSource] = []
         self._aborts: list[int] = []
         self._sending = False
@@ -142,9 +144,9 @@ class ReplicaSession:
         call_id = self._next_call_id
         self._next_call_id += 1
         call.call_id = call_id
+        self._calls[call_id] = call.SerializeToString()
         self._sinks[call_id] = sink
         self._idle.clear()
-        self._calls.append(call)
         if not self._sending:
             self._send_soon()
         if self._watchdog is None:
@@ -159,11 +161,10 @@ class ReplicaSession:
         sink = self._sinks.get(call_id)
         if sink is None or isinstance(sink, AbortedCall):
             return
-        for index, call in enumerate(self._calls):  # those of this loop turn
-            if call.call_id == call_id:
-                del self._calls[index], self._sinks[call_id]
-                self._note_idle()
-                return
+        if self._calls.pop(call_id, None) is not None:
+            del self._sinks[call_id]
+            self._note_idle()
+            return
         self._sinks[call_id] = AbortedCall(request_id)
         self._aborts.append(call_id)
         self._send_soon()
@@ -366,16 +367,16 @@ class ReplicaSession:
         stream = self._stream
         if stream is None or not self.connected:
             return  # when it is, this is called again
-        calls, self._calls = self._calls, []
+        calls, self._calls = self._calls, {}
         sources, self._sources = self._sources, []
         aborts, self._aborts = self._aborts, []
         if self._lazy_aborts:
             aborts += self._lazy_aborts
             self._lazy_aborts.clear()
         try:
-            for frame in _frames(calls, sources, aborts):
+            for frame in _frames(calls.values(), sources, aborts):
                 self.frames_sent += 1
-                stream.write(frame.SerializeToString())
+                stream.write(frame)
             if self._tell_drain:
                 # What was begun before is on its way. Whoever picked it before and begins only now is refused there,
                 # and goes elsewhere.
@@ -463,18 +464,27 @@ class ReplicaSession:
         }
 
 
-def _frames(
-    calls: list[stage_service_pb2.StageCall], sources: list[stage_service_pb2.NewSource], aborts: list[int]
-) -> Iterator[stage_service_pb2.SessionRequest]:
-    """As few frames as may be: one, unless prompts with media would make it too large."""
-    frame, size = stage_service_pb2.SessionRequest(aborts=aborts, sources=sources), 0
+def _frames(calls: Iterable[bytes], sources: list[stage_service_pb2.NewSource], aborts: list[int]) -> Iterator[bytes]:
+    """Encoded ``SessionRequest``s: as few as may be, one unless prompts with media would make it too large."""
+    # Put together from parts that are encoded already: a message within a message is its field's tag and its length.
+    parts, size = [], 0
+    if aborts or sources:
+        parts = [stage_service_pb2.SessionRequest(aborts=aborts, sources=sources).SerializeToString()]
     for call in calls:
-        # Only a call with a prompt can be large.
-        added = call.ByteSize() if call.HasField("prompt") else 0
-        if size and size + added > _FRAME_BYTES:
-            yield frame
-            frame, size = stage_service_pb2.SessionRequest(), 0
-        size += added
-        frame.calls.append(call)
-    if frame.calls or frame.aborts or frame.sources:
-        yield frame
+        if size and size + len(call) > _FRAME_BYTES:
+            yield b"".join(parts)
+            parts, size = [], 0
+        size += len(call)
+        parts += (_CALLS_TAG, _varint(len(call)), call)
+    if parts:
+        yield b"".join(parts)
+
+
+def _varint(number: int) -> bytes:
+    """As protobuf encodes a length: seven bits a byte, the least first."""
+    encoded = bytearray()
+    while number > 127:
+        encoded.append(number & 127 | 128)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)

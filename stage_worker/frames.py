@@ -50,6 +50,10 @@ class FrameWriter(Generic[M]):
         self.touch()
         return self._frame
 
+    def open(self, frame: M | None) -> bool:
+        """``frame`` has not left yet: what was added to it may still be changed."""
+        return frame is self._frame
+
     def touch(self) -> None:
         """Send a frame in the next turn even if no part is added."""
         self._dirty = True

@@ -56,6 +56,10 @@ class EventSink(Protocol):
         """A new event of this call in the next frame, to be filled at once."""
         ...
 
+    def last_event(self, size_bytes: int) -> stage_service_pb2.StageEvent:
+        """The event that shall say that the call has finished: one that has not left yet, or a new one."""
+        ...
+
     def call_ended(self) -> None:
         """The last event was made."""
         ...
@@ -249,7 +253,8 @@ class CallRunner:
         return dataclasses.replace(output, media=output.media[size_bytes:], media_info=None)
 
     def _tell_skipped(self, event: stage_service_pb2.StageEvent) -> None:
-        event.skipped_media_bytes, self._skipped_bytes = self._skipped_bytes, 0
+        event.skipped_media_bytes += self._skipped_bytes
+        self._skipped_bytes = 0
 
     async def _send_media(self, output: EngineOutput) -> None:
         for start in range(0, len(output.media), MEDIA_PIECE_BYTES):
@@ -335,10 +340,10 @@ class CallRunner:
             (to_stage, group.handles) for group in self._outputs if not group.flows for to_stage in group.to_stages
         ]
         size_bytes = sum(len(h.inline.data) + 256 for _, found in handles for h in found)
-        event = self._sink.new_event(size_bytes)
         if error is not None:
-            event.error.CopyFrom(self._located(error).to_status())
+            self._sink.new_event(size_bytes).error.CopyFrom(self._located(error).to_status())
             return
+        event = self._sink.last_event(size_bytes)
         self._tell_skipped(event)
         for to_stage, found in handles:
             event.outputs.add(to_stage=to_stage, handles=found)

@@ -34,9 +34,11 @@ _MOST_LINGERING = 4096  # ended calls that are remembered because their data may
 class _CallSink:
     """Puts the events of one call into the session's frames."""
 
-    __slots__ = ("_call_id", "_frames", "_session")
+    __slots__ = ("_call_id", "_event", "_frame", "_frames", "_session")
 
     def __init__(self, session: Session, call_id: int) -> None:
+        self._event: pb.StageEvent | None = None
+        self._frame: pb.SessionResponse | None = None
         self._session = session
         self._frames = session.writer
         self._call_id = call_id
@@ -49,7 +51,15 @@ class _CallSink:
         await self._frames.room()
 
     def new_event(self, size_bytes: int) -> pb.StageEvent:
-        return self._frames.part(size_bytes).events.add(call_id=self._call_id)
+        frame = self._frame = self._frames.part(size_bytes)
+        event = self._event = frame.events.add(call_id=self._call_id)
+        return event
+
+    def last_event(self, size_bytes: int) -> pb.StageEvent:
+        # Of most calls the last output and the end are made in one turn.
+        if self._event is None or size_bytes or not self._frames.open(self._frame):
+            return self.new_event(size_bytes)
+        return self._event
 
     def call_ended(self) -> None:
         self._session.call_ended(self._call_id)

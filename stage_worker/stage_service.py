@@ -254,6 +254,9 @@ class _ExecuteSink:
     def new_event(self, size_bytes: int) -> pb.StageEvent:
         return self.writer.part(size_bytes).events.add(call_id=self._call_id)
 
+    def last_event(self, size_bytes: int) -> pb.StageEvent:
+        return self.new_event(size_bytes)
+
     def call_ended(self) -> None:
         self.writer.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import re
 import time
@@ -95,9 +96,8 @@ class Exchange:
         """``headers`` by lower-case name; of those that came more than once, the values joined by commas."""
         self.method = method
         self.headers = headers
-        self.raw_path, self.raw_query = _split(target)
-        """As they came: percent-encoded, the query without its question mark."""
-        self.path = urllib.parse.unquote(self.raw_path) if "%" in self.raw_path else self.raw_path
+        self.raw_path, self.raw_query, self.path = _split(target)
+        """As they came: percent-encoded, the query without its question mark; and the path decoded."""
         self.path_params: dict[str, str] = {}
         """What the parameters of the matching path template stand for."""
         self.http_1_1 = http_1_1
@@ -429,13 +429,14 @@ def _too_large(limit_bytes: int) -> errors.InvalidRequestError:
     return errors.InvalidRequestError.field("body", f"must be at most {limit_bytes} bytes", reason="BODY_TOO_LARGE")
 
 
-def _split(target: bytes) -> tuple[str, str]:
-    """Path and query string of a request's target, which may be a whole URL."""
+@functools.lru_cache(maxsize=256)
+def _split(target: bytes) -> tuple[str, str, str]:
+    """Path and query string of a request's target, which may be a whole URL; and the path decoded."""
     text = target.decode("latin-1")
     if not text.startswith("/") and "://" in text:
         text = "/" + text.partition("://")[2].partition("/")[2]
     path, _, query = text.partition("?")
-    return path, query
+    return path, query, urllib.parse.unquote(path) if "%" in path else path
 
 
 class _Ids:
