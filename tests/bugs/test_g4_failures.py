@@ -8,24 +8,14 @@ from typing import Any
 
 from omni.v1 import stage_service_pb2
 from omnicore import errors
-from tests.integration.gateway.conftest import Stand, running_stand
-from tests.integration.gateway.scripted import Call, Script, ScriptedWorker
-from tests.integration.gateway.scripts import broken, hang, silent, speak, tokens
+from tests.integration.gateway.conftest import Stand, running_stand, text_of
+from tests.integration.gateway.scripted import Call, ScriptedWorker
+from tests.integration.gateway.scripts import broken, hang, held, silent, speak, tokens
 from tests.support.pipelines import speech_pipeline, text_pipeline
 from tests.support.ports import reserved_port
 from tests.support.processes import wait_until
 
 INTERNAL = errors.InternalError("the engine fell over", reason="ENGINE_FAILED", metadata={"stage": 1})
-
-
-def held(go: asyncio.Event, script: Script) -> Script:
-    """``script``, after ``go``."""
-
-    async def waiting(call: Call) -> None:
-        await go.wait()
-        await script(call)
-
-    return waiting
 
 
 async def one_of(workers: list[ScriptedWorker]) -> ScriptedWorker:
@@ -94,7 +84,7 @@ async def test_bug_38_a_drain_ends_no_stream_and_its_refusals_are_not_seen() -> 
         received: list[Any] = await long
         assert received[-1] == "[DONE]"
         assert sum(bool(c["choices"][0]["delta"].get("content")) for c in received[:-1]) >= 1
-        text = "".join(c["choices"][0]["delta"].get("content") or "" for c in received[:-1])
+        text = text_of(received)
         assert text == "".join(f"t{n} " for n in range(40))
 
 
@@ -154,7 +144,7 @@ async def test_bug_41_every_stream_has_one_finish_reason_and_one_done() -> None:
             assert received.count("[DONE]") == 1
             chunks = [chunk for chunk in received if chunk != "[DONE]"]
             assert [c["choices"][0]["finish_reason"] for c in chunks if c["choices"][0]["finish_reason"]] == ["stop"]
-            text = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)
+            text = text_of(chunks)
             assert text == "".join(f"t{n} " for n in range(number % 50 + 1))
 
 

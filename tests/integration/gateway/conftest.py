@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import aiohttp
@@ -105,6 +105,13 @@ async def stand() -> AsyncIterator[Stand]:
     """A gateway with the pipelines "text" and "speech", and no workers yet."""
     async with running_stand() as running:
         yield running
+
+
+def text_of(stream: Iterable[dict[str, Any] | str]) -> str:
+    """What a streamed chat says, by its events."""
+    chunks = (event for event in stream if isinstance(event, dict))
+    choices = (choice for chunk in chunks for choice in chunk.get("choices", ()))
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
 
 
 def events(data: bytes) -> list[dict[str, Any] | str]:

@@ -11,7 +11,7 @@ import grpc.aio
 from gateway.execution import Execution
 from omni.v1 import inference_service_pb2, inference_service_pb2_grpc, prompt_pb2, stage_service_pb2
 from omnicore import errors
-from tests.integration.gateway.conftest import Stand
+from tests.integration.gateway.conftest import Stand, text_of
 from tests.integration.gateway.scripted import Call, Script, ScriptedWorker
 from tests.support.processes import wait_until
 
@@ -71,11 +71,6 @@ def plays(gate: Gate) -> Script:
     return script
 
 
-async def waits(call: Call) -> None:
-    """A stage that feeds others and has not finished before anybody is lost."""
-    await asyncio.Event().wait()
-
-
 async def over_http(stand: Stand, model: str, stream: bool, modalities: list[str]) -> dict[str, Any]:
     """Text, audio and how often each thing that may come once came."""
     if not stream:
@@ -96,7 +91,7 @@ async def over_http(stand: Stand, model: str, stream: bool, modalities: list[str
     pieces = [choice["delta"].get("audio") or {} for choice in choices]
     assert sum("sample_rate_hz" in piece for piece in pieces) == (1 if "audio" in modalities else 0)
     return {
-        "text": "".join(choice["delta"].get("content") or "" for choice in choices),
+        "text": text_of(chunks),
         "audio": b"".join(base64.b64decode(piece.get("data", "")) for piece in pieces),
         "usage": chunks[-2]["usage"]["completion_tokens"],
         "finishes": [choice["finish_reason"] for choice in choices if choice["finish_reason"]],

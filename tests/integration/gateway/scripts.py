@@ -36,6 +36,16 @@ async def hang(call: Call) -> None:
     await asyncio.Event().wait()
 
 
+def held(go: asyncio.Event, script: Script) -> Script:
+    """``script``, after ``go``."""
+
+    async def waiting(call: Call) -> None:
+        await go.wait()
+        await script(call)
+
+    return waiting
+
+
 async def endless(call: Call) -> None:
     """A token every few milliseconds, for ever."""
     while True:

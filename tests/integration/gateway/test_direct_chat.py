@@ -16,7 +16,7 @@ from gateway.request import RequestState
 from omnicore import api_keys
 from omnicore.api_keys import ApiKey, KeyRole
 from tests.integration.gateway import raw
-from tests.integration.gateway.conftest import USER, Stand, running_stand
+from tests.integration.gateway.conftest import USER, Stand, running_stand, text_of
 from tests.integration.gateway.scripted import Call
 from tests.integration.gateway.scripts import tokens
 from tests.support.pipelines import text_pipeline
@@ -66,10 +66,7 @@ async def test_both_ways_answer_the_same(seen: tuple[Stand, list[RequestState]])
     streams = [await stand.stream("text", **fields) for fields in ({}, {"timeout": 20})]
     ours, full = [[same(event) if isinstance(event, dict) else event for event in stream] for stream in streams]
 
-    def text(stream: list[Any]) -> str:
-        return "".join(event["choices"][0]["delta"].get("content") or "" for event in stream[:-1])
-
-    assert (ours[0], ours[-2:], text(ours)) == (full[0], full[-2:], text(full))
+    assert (ours[0], ours[-2:], text_of(ours)) == (full[0], full[-2:], text_of(full))
 
 
 async def _answers(reader: asyncio.StreamReader, count: int) -> list[tuple[int, Any]]:

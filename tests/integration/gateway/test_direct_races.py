@@ -19,7 +19,7 @@ from gateway.replica_session import ReplicaSession
 from omni.v1 import output_pb2, pipeline_pb2, stage_service_pb2
 from omnicore import errors
 from tests.integration.gateway import raw
-from tests.integration.gateway.conftest import Stand, running_stand
+from tests.integration.gateway.conftest import Stand, running_stand, text_of
 from tests.integration.gateway.scripted import Call, ScriptedWorker
 from tests.integration.gateway.scripts import tokens
 from tests.support.pipelines import text_pipeline
@@ -126,7 +126,7 @@ def _check(answer: raw.Response, order: tuple[str, ...], streamed: bool) -> None
     choices = [choice for event in found[:-1] for choice in event.get("choices", ())]
     ends += [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
     assert ends == [_CODE.get(first, "stop")], order
-    assert "".join(choice["delta"].get("content") or "" for choice in choices) == content, order
+    assert text_of(found) == content, order
 
 
 @pytest.mark.parametrize("streamed", [False, True])

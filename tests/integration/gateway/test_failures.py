@@ -15,7 +15,7 @@ from omni.v1 import stage_service_pb2, transfer_pb2
 from omnicore import errors
 from tests.integration.gateway.conftest import USER, Stand, running_stand
 from tests.integration.gateway.scripted import Call
-from tests.integration.gateway.scripts import broken, endless, hang, silent, speak, tokens
+from tests.integration.gateway.scripts import broken, endless, hang, held, silent, speak, tokens
 from tests.support.pipelines import speech_pipeline, text_pipeline
 from tests.support.ports import reserved_port
 from tests.support.processes import wait_until
@@ -205,12 +205,7 @@ async def test_a_draining_replica_gets_nothing_new(stand: Stand) -> None:
 
 async def test_a_replica_that_leaves_finishes_what_it_has(stand: Stand) -> None:
     go = asyncio.Event()
-
-    async def script(call: Call) -> None:
-        await go.wait()
-        await tokens(2)(call)
-
-    worker = await stand.cluster.add("text", 0, script)
+    worker = await stand.cluster.add("text", 0, held(go, tokens(2)))
     await stand.ready("text")
     asking = asyncio.create_task(stand.chat("text"))
     await wait_until(lambda: bool(worker.running), what="call")
@@ -340,12 +335,7 @@ async def test_random_aborts_leave_nothing(stand: Stand) -> None:
 
 async def test_draining_finishes_what_runs_and_takes_nothing_new(stand: Stand) -> None:
     go = asyncio.Event()
-
-    async def script(call: Call) -> None:
-        await go.wait()
-        await tokens(2)(call)
-
-    worker = await stand.cluster.add("text", 0, script)
+    worker = await stand.cluster.add("text", 0, held(go, tokens(2)))
     await stand.ready("text")
     asking = asyncio.create_task(stand.chat("text"))
     await wait_until(lambda: bool(worker.running), what="call")

@@ -11,21 +11,11 @@ import pytest
 
 from omni.v1 import stage_service_pb2
 from omnicore import errors
-from tests.integration.gateway.conftest import USER, Stand, events, running_stand
-from tests.integration.gateway.scripted import Call, Script, ScriptedWorker
-from tests.integration.gateway.scripts import broken, hang, tokens
+from tests.integration.gateway.conftest import USER, Stand, events, running_stand, text_of
+from tests.integration.gateway.scripted import Call, ScriptedWorker
+from tests.integration.gateway.scripts import broken, hang, held, tokens
 from tests.support.pipelines import text_pipeline
 from tests.support.processes import wait_until
-
-
-def held(go: asyncio.Event, count: int = 3) -> Script:
-    """Nothing until ``go``, then ``count`` tokens."""
-
-    async def script(call: Call) -> None:
-        await go.wait()
-        await tokens(count)(call)
-
-    return script
 
 
 def view_of(stand: Stand, worker: ScriptedWorker) -> Any:
@@ -63,7 +53,7 @@ async def test_a_replica_that_hangs_is_avoided_then_given_up_and_taken_again_whe
 async def test_a_quiet_replica_that_beats_is_not_taken_for_hung() -> None:
     async with running_stand(text_pipeline(), hung_after_s=2.0) as stand:
         go = asyncio.Event()
-        worker = await stand.cluster.add("text", 0, held(go))
+        worker = await stand.cluster.add("text", 0, held(go, tokens(3)))
         await stand.ready("text")
         asking = asyncio.create_task(stand.chat("text"))
         await wait_until(lambda: bool(worker.running), what="call")
@@ -79,7 +69,7 @@ async def test_a_quiet_replica_that_beats_is_not_taken_for_hung() -> None:
 async def test_the_only_replica_is_waited_for_longer_as_nobody_else_could_do_its_work() -> None:
     async with running_stand(text_pipeline(), hung_after_s=0.5) as stand:
         go = asyncio.Event()
-        worker = await stand.cluster.add("text", 0, held(go))
+        worker = await stand.cluster.add("text", 0, held(go, tokens(3)))
         await stand.ready("text")
         asking = asyncio.create_task(stand.chat("text"))
         await wait_until(lambda: bool(worker.running), what="call")
@@ -223,7 +213,7 @@ async def test_any_mix_of_ends_leaves_every_count_at_zero(streamed: bool) -> Non
                 assert json.loads(data)["choices"][0]["message"]["content"] == whole
                 return 200
             came = [event for event in events(data) if isinstance(event, dict)]
-            text = "".join(c["delta"].get("content") or "" for e in came for c in e.get("choices", ()))
+            text = text_of(came)
             failed = any("error" in event for event in came)
             assert whole.startswith(text) if failed else text == whole, came
             return 0 if failed else 200

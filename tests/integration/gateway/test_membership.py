@@ -7,8 +7,7 @@ import time
 
 from omni.v1 import stage_service_pb2, types_pb2
 from tests.integration.gateway.conftest import Stand, running_stand
-from tests.integration.gateway.scripted import Call
-from tests.integration.gateway.scripts import hang, silent, speak, tokens
+from tests.integration.gateway.scripts import hang, held, silent, speak, tokens
 from tests.support.pipelines import speech_pipeline
 from tests.support.processes import wait_until
 
@@ -95,12 +94,7 @@ async def test_64_idle_replicas_cost_next_to_nothing(stand: Stand) -> None:
 async def test_a_control_plane_that_comes_back_without_claims_takes_nobody_away_who_serves(stand: Stand) -> None:
     """All leases end while no control plane runs for longer than they live; workers claim anew a little later."""
     go = asyncio.Event()
-
-    async def script(call: Call) -> None:
-        await go.wait()
-        await tokens(2)(call)
-
-    worker = await stand.cluster.add("text", 0, script)
+    worker = await stand.cluster.add("text", 0, held(go, tokens(2)))
     await stand.ready("text")
     control_plane, table, pool = stand.cluster.control_plane, stand.gateway.table, stand.gateway.router.pools["text", 0]
     port = int(control_plane.address.rpartition(":")[2])

@@ -12,7 +12,7 @@ import pytest
 
 from omni.v1 import stage_service_pb2
 from omnicore import errors
-from tests.integration.gateway.conftest import USER, running_stand
+from tests.integration.gateway.conftest import USER, running_stand, text_of
 from tests.integration.gateway.replays import (
     AUDIO,
     TEXT,
@@ -144,7 +144,7 @@ async def test_a_second_run_that_says_something_else_is_an_honest_error() -> Non
         received: list[Any] = await asking
         assert received[-2]["error"]["code"] == "replay_diverged"
         assert received[-1] == "[DONE]"
-        assert "W" not in "".join(c["choices"][0]["delta"].get("content") or "" for c in received[:-2])
+        assert "W" not in text_of(received)
         assert len(second.calls) == 1
         assert stand.gateway.orchestrator.counts.replays == {("text", 0, "failed"): 1}
         await stand.settled()
@@ -204,7 +204,7 @@ async def test_replays_are_bounded() -> None:
         await stand.ready("text")
         received: list[Any] = await stand.stream("text")
         assert received[-2]["error"]["code"] == "engine_busy"
-        text = "".join(c["choices"][0]["delta"].get("content") or "" for c in received[:-2])
+        text = text_of(received)
         assert text == "xxx"
         assert sum(len(worker.calls) for worker in workers) == 3
         await stand.settled()

@@ -16,10 +16,9 @@ from tests.integration.gateway.replays import (
     over_http,
     plays,
     speech_workers,
-    waits,
 )
 from tests.integration.gateway.scripted import Call, Script
-from tests.integration.gateway.scripts import silent, speak
+from tests.integration.gateway.scripts import hang, silent, speak
 from tests.support.pipelines import speech_pipeline
 from tests.support.processes import wait_until
 
@@ -63,7 +62,7 @@ async def test_each_stage_has_its_own_limit() -> None:
     def lost_in_turn(stage_id: int, then: Script) -> Script:
         async def script(call: Call) -> None:
             if call.request.attempt < stage_id:
-                await waits(call)
+                await hang(call)
             if call.request.attempt > stage_id:
                 await then(call)
                 return
@@ -166,7 +165,7 @@ async def test_who_finished_and_cannot_be_reached_is_asked_once_more_then_its_wo
 
     async def sounds(call: Call) -> None:
         if call.request.attempt < 2:
-            await waits(call)
+            await hang(call)
         await speak(call)
 
     async with running_stand(speech_pipeline()) as stand:
@@ -181,7 +180,7 @@ async def test_who_finished_and_cannot_be_reached_is_asked_once_more_then_its_wo
 async def test_an_edge_that_stays_silent_moves_its_producer() -> None:
     async def thinks(call: Call) -> None:
         if call.request.attempt == 0:
-            await waits(call)
+            await hang(call)
         call.finish()
 
     async def listens(call: Call) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from omni.v1 import stage_service_pb2
 from omnicore import errors
-from tests.integration.gateway.conftest import USER, Stand, running_stand
+from tests.integration.gateway.conftest import USER, Stand, running_stand, text_of
 from tests.integration.gateway.scripted import Call, ScriptedWorker
 from tests.integration.gateway.scripts import broken, tokens
 from tests.support.pipelines import text_pipeline
@@ -118,7 +118,7 @@ async def test_what_waits_for_its_owner_goes_on_there(
     received = await stream
     assert received[-1] == "[DONE]"
     choices = [choice for event in received[:-1] for choice in event["choices"]]
-    assert "".join(choice["delta"].get("content") or "" for choice in choices) == "".join(WORDS)
+    assert text_of(received) == "".join(WORDS)
     assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["stop"]
     assert (await whole)[0] == 200
     assert [list(call.resume.token_ids) for call in owner.calls if call.HasField("resume")] == [[0, 1, 2]]
