@@ -18,7 +18,7 @@ from omni.v1 import stage_service_pb2, transfer_pb2, transfer_service_pb2_grpc, 
 from omni.v1 import transfer_service_pb2 as pb
 from omnicore.errors import OmniError, UnavailableError, from_exception
 from omnicore.log import get_logger
-from stage_worker.flow_reader import FlowReader, Peer
+from stage_worker.flow_reader import SOURCE_WAIT_S, FlowReader, Peer
 from stage_worker.outbox import ReaderKey, reader_key
 from stage_worker.reading import Reads
 
@@ -157,6 +157,8 @@ class PeerLinks:
         self._me = me
         self._channels = channels
         self._reads = reads
+        self.source_wait_s = SOURCE_WAIT_S
+        """How long readers wait for another producer."""
         self._links: dict[Peer, _Link] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -167,7 +169,9 @@ class PeerLinks:
         if link.is_reading(edge):
             raise UnavailableError(f"flow {edge.from_stage}→{edge.to_stage} of {edge.request_id} is being read")
         reading = self._reads.begin(edge, link.peer.name)
-        reader = FlowReader(link, reading, source.window, replaceable=source.replaceable)
+        reader = FlowReader(
+            link, reading, source.window, replaceable=source.replaceable, source_wait_s=self.source_wait_s
+        )
         link.open(reader, source.window)
         return reader
 

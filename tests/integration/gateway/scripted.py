@@ -71,6 +71,9 @@ class ScriptedWorker(stage_service_pb2_grpc.StageServiceServicer):
         )
         self.script = script
         self.calls: list[stage_service_pb2.StageCall] = []
+        self.sources: list[stage_service_pb2.NewSource] = []
+        self.repeats = self.takes_sources = False
+        """What it says of itself."""
         self.aborts: list[int] = []
         self.released: list[int] = []
         """Those of calls that had ended, whose data was kept."""
@@ -138,7 +141,10 @@ class ScriptedWorker(stage_service_pb2_grpc.StageServiceServicer):
             raise errors.FailedPreconditionError(f"epoch is {self.ref.epoch}, not {first.hello.replica.epoch}")
         frames: asyncio.Queue[stage_service_pb2.SessionResponse] = asyncio.Queue()
         # Before the welcome leaves: who has it may rely on getting every broadcast from then on.
-        frames.put_nowait(stage_service_pb2.SessionResponse(welcome=stage_service_pb2.SessionWelcome(replica=self.ref)))
+        welcome = stage_service_pb2.SessionWelcome(
+            replica=self.ref, repeats=self.repeats, takes_sources=self.takes_sources
+        )
+        frames.put_nowait(stage_service_pb2.SessionResponse(welcome=welcome))
         self.sessions.add(frames)
         tasks = [asyncio.create_task(self._read(request_iterator, frames))]
         if first.hello.HasField("beat_interval"):
@@ -182,6 +188,7 @@ class ScriptedWorker(stage_service_pb2_grpc.StageServiceServicer):
                     error = errors.RequestCancelledError("aborted by the gateway", reason="ABORTED").to_status()
                     end = stage_service_pb2.StageEvent(call_id=call_id, error=error)
                     frames.put_nowait(stage_service_pb2.SessionResponse(events=[end]))
+            self.sources += frame.sources
             for call in frame.calls:
                 self.calls.append(call)
                 self._sessions_of[call.call_id] = frames
@@ -296,11 +303,20 @@ class Cluster:
     workers: list[ScriptedWorker] = dataclasses.field(default_factory=list)
 
     async def add(
-        self, pipeline: str, stage_id: int, script: Script, replica_id: int = 0, port: int = 0
+        self,
+        pipeline: str,
+        stage_id: int,
+        script: Script,
+        replica_id: int = 0,
+        port: int = 0,
+        *,
+        repeats: bool = False,
+        takes_sources: bool = False,
     ) -> ScriptedWorker:
         """Start a worker and register it. ``port``: one to come back to; 0 takes any."""
         epoch = 100 + len(self.workers)
         worker = ScriptedWorker(pipeline, stage_id, replica_id, script, epoch)  # type: ignore[abstract]
+        worker.repeats, worker.takes_sources = repeats, takes_sources
         await worker.start(port)
         self.workers.append(worker)
         self.control_plane.put(worker.record())
