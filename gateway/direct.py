@@ -173,7 +173,7 @@ class DirectCalls:
         call.request_id = spec.wire_id or spec.request_id
         call.prompt.CopyFrom(spec.prompt)
         if spec.trace_parent:
-            call.traceparent = spec.trace_parent
+            call.traceparent, call.tracestate = spec.trace_parent, spec.trace_state
         if spec.speech.voice or spec.speech.speed or spec.speech.instructions:
             call.speech.CopyFrom(spec.speech)
         return call

@@ -167,7 +167,8 @@ class Orchestrator:
         )  # fmt: skip
         state.note("admitted")
         if self._tracing is not None and (trace := self._tracing.begin(spec)) is not None:
-            state.trace, call.traceparent = trace, trace.call(plan.steps[0].stage_id, 0).traceparent
+            state.trace = trace
+            trace.tell(call, plan.steps[0].stage_id, 0)
         self.budget.request_begun()
         self.running[spec.request_id] = state
         self._idle.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
+from omni.v1 import stage_service_pb2
 from omnicore.tracing import TraceContext
 
 
@@ -26,3 +27,7 @@ class RequestTrace:
         name = f"{self.context.span_id:x}/{stage_id}/{attempt}/{role}"
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         return self.context.child(int.from_bytes(digest, "big"))
+
+    def tell(self, call: stage_service_pb2.StageCall, stage_id: int, attempt: int, role: str = "") -> None:
+        """Write that span into the call."""
+        call.traceparent, call.tracestate = self.call(stage_id, attempt, role).traceparent, self.context.state

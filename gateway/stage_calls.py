@@ -35,8 +35,11 @@ class CallMaker:
             request_id=cfg.companion_id(self._state.wire_id, run.role),
             attempt=run.attempt,
             emit_output=run.emits,
-            traceparent=self._trace_parent(run),
         )
+        if (trace := self._state.trace) is not None:
+            trace.tell(call, work.stage_id, run.attempt, run.role)
+        elif spec.trace_parent:
+            call.traceparent, call.tracestate = spec.trace_parent, spec.trace_state
         call.sampling.SetInParent()
         merge_sampling(step, spec.sampling, call.sampling)
         if spec.speech.voice or spec.speech.speed or spec.speech.instructions:
@@ -87,12 +90,6 @@ class CallMaker:
         source.replica.CopyFrom(producer.ref)
         source.endpoint = producer.session.record.endpoint
         source.window = edge.window_size
-
-    def _trace_parent(self, run: StageRun) -> str:
-        """The call's own span; without a trace, what the caller sent."""
-        if (trace := self._state.trace) is None:
-            return self._state.spec.trace_parent
-        return trace.call(run.work.stage_id, run.attempt, run.role).traceparent
 
     def _connector(self, run: StageRun, edge: pipeline_pb2.Edge) -> str:
         kind = self._plan.connector_kind(edge)

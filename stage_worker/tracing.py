@@ -66,7 +66,7 @@ class CallTracing:
 
     def begin(self, call: stage_service_pb2.StageCall) -> CallTrace | None:
         """A call begins; None if it is not traced. ``end`` must follow."""
-        parent = TraceContext.parse(call.traceparent)
+        parent = TraceContext.parse(call.traceparent, call.tracestate)
         if parent is None or not parent.sampled:
             return None
         claim, now_s = self._identity.current, time.time()

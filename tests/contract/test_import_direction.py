@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
 ROOMS = set(ALLOWED) | {"omni", "tests", "bench"}
 
 # Third-party libraries that one module only may import, so that replacing one touches one file.
-ONE_MODULE = {"vllm": {"stage_worker/engines/vllm_engine.py"}}
+ONE_MODULE = {"vllm": {"stage_worker/engines/vllm_engine.py"}, "opentelemetry": {"omnicore/trace_export.py"}}
 
 # Pure policy: decisions without I/O or time, so that they can be tested and reasoned about alone.
 PURE = [

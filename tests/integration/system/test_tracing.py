@@ -83,7 +83,7 @@ async def test_a_streamed_chat_over_three_stages_is_one_tree(collector: Collecto
         assert call.attributes["omni.outcome"] == "finished"
         assert "omni.policy_reason" in call.attributes
         assert (run.resource["service.name"], run.resource["omni.stage"]) == ("omniplane-stage-worker", stage_id)
-        assert (call.error, run.error) == ("", "")
+        assert (call.error, run.error, run.trace_state) == ("", "", "vendor=1")
         told = [name for name, _ in run.events]
         assert told == ["first_output", *(["published"] if stage_id < 2 else [])]
     for edge, stage_id in (("0→1", 1), ("1→2", 2)):

@@ -38,7 +38,7 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
 def _spec(chat: chat_schema.ChatRequest, trace_parent: str) -> RequestSpec:
     return RequestSpec(
         "chatcmpl-1", chat.graph, "chat", chat.modalities, chat.prompt, chat.sampling, chat.speech, 12.5,
-        trace_parent=trace_parent,
+        trace_parent=trace_parent, trace_state="a=1" if trace_parent else "",
     )  # fmt: skip
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import socket
+import sys
 
 import pytest
 from hypothesis import given
@@ -148,3 +150,9 @@ async def test_spans_that_are_refused_are_counted_and_told(
     told = [record for record in caplog.records if record.levelname == "WARNING"]
     assert [record.getMessage() for record in told] == ["spans are lost"]  # of three batches
     assert "not today" in vars(told[0])["fields"]["reason"]
+
+
+async def test_without_a_collector_nothing_is_loaded_for_it() -> None:
+    told = "import sys, gateway.app, stage_worker.app; print([n for n in sys.modules if n.startswith('opentelemetry')])"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", told, stdout=asyncio.subprocess.PIPE)
+    assert (await process.communicate())[0].decode().strip() == "[]"
