@@ -47,14 +47,22 @@ class Dial:
 class GrpcStream(asyncio.Protocol):
     """See ``open_stream``."""
 
-    def __init__(self, connection: GrpcClientConnection, on_message: Callable[[bytes], None]) -> None:
+    def __init__(
+        self,
+        connection: GrpcClientConnection,
+        on_message: Callable[[bytes], None],
+        keepalive_s: float = KEEPALIVE_S,
+        keepalive_timeout_s: float = KEEPALIVE_TIMEOUT_S,
+    ) -> None:
         self._connection = connection
         self._on_message = on_message
+        self._keepalive_s = keepalive_s
+        self._keepalive_timeout_s = keepalive_timeout_s
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._ended.add_done_callback(_seen)
-        self._heard = False
+        self._heard_s = self._loop.time()
         self._keepalive: asyncio.TimerHandle | None = None
 
     # -- what its user does --
@@ -86,11 +94,12 @@ class GrpcStream(asyncio.Protocol):
         if sock is not None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._flush()
-        self._keepalive = self._loop.call_later(KEEPALIVE_S, self._ask)
+        self._heard_s = self._loop.time()
+        self._keepalive = self._loop.call_later(self._keepalive_s, self._ask)
 
     def data_received(self, data: bytes) -> None:
         """Of ``asyncio.Protocol``."""
-        self._heard = True
+        self._heard_s = self._loop.time()
         connection = self._connection
         try:
             for message in connection.receive(data):
@@ -119,22 +128,22 @@ class GrpcStream(asyncio.Protocol):
             self._transport.write(outgoing)
 
     def _ask(self) -> None:
-        """Nothing came for a while: is there anybody?"""
-        if self._heard:
-            self._heard = False
-            self._keepalive = self._loop.call_later(KEEPALIVE_S, self._ask)
+        """If nothing came for a while: is there anybody?"""
+        left_s = self._heard_s + self._keepalive_s - self._loop.time()
+        if left_s > 0:
+            self._keepalive = self._loop.call_later(left_s, self._ask)
         else:
-            self._ping(_PINGS)
+            self._ping(self._heard_s, _PINGS)
 
-    def _ping(self, left: int) -> None:
-        if self._heard:
+    def _ping(self, heard_s: float, left: int) -> None:
+        if self._heard_s != heard_s:
             self._ask()
         elif left:
             self._connection.ping()
             self._flush()
-            self._keepalive = self._loop.call_later(KEEPALIVE_TIMEOUT_S / _PINGS, self._ping, left - 1)
+            self._keepalive = self._loop.call_later(self._keepalive_timeout_s / _PINGS, self._ping, heard_s, left - 1)
         else:
-            self._connection.lost(f"no answer to a ping within {KEEPALIVE_TIMEOUT_S:g} s")
+            self._connection.lost(f"no answer to a ping within {self._keepalive_timeout_s:g} s")
             self._settle()
 
     def _settle(self) -> None:
@@ -151,11 +160,8 @@ class GrpcStream(asyncio.Protocol):
                 self._ended.set_exception(status)
         if self._transport is not None and not self._transport.is_closing():
             self._flush()
-            # What the peer has not read by now it need not read any more.
-            if status.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-                self._transport.abort() if self._transport.get_write_buffer_size() else self._transport.close()
-            else:
-                self._transport.close()
+            # What the peer has not read by now it need not read any more, and may never.
+            self._transport.abort() if self._transport.get_write_buffer_size() else self._transport.close()
 
 
 def _seen(ended: asyncio.Future[None]) -> None:
@@ -165,14 +171,21 @@ def _seen(ended: asyncio.Future[None]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def open_stream(dial: Dial, path: str, on_message: Callable[[bytes], None]) -> AsyncIterator[GrpcStream]:
+async def open_stream(
+    dial: Dial,
+    path: str,
+    on_message: Callable[[bytes], None],
+    *,
+    keepalive_s: float = KEEPALIVE_S,
+    keepalive_timeout_s: float = KEEPALIVE_TIMEOUT_S,
+) -> AsyncIterator[GrpcStream]:
     """Call the bidirectional method ``path`` ("/package.Service/Method") of the server that ``dial`` tells.
 
     ``on_message`` gets every message as bytes, in order; it must be quick, must not block, and what it raises ends the
     stream. On leaving, the stream is cancelled if it has not ended. Raises ``grpc.aio.AioRpcError`` with UNAVAILABLE if
-    there is no connection to be had, for as long as that takes: give it a timeout.
+    there is no connection to be had, for as long as that takes: give it a timeout. A peer of which nothing comes for
+    ``keepalive_s`` is asked for a sign of life, and given up after ``keepalive_timeout_s`` more.
     """
-    host, port = split_host_port(dial.target)
     loop = asyncio.get_running_loop()
     connection = GrpcClientConnection(
         dial.target,
@@ -181,13 +194,14 @@ async def open_stream(dial: Dial, path: str, on_message: Callable[[bytes], None]
         user_agent=_USER_AGENT,
         max_message_bytes=MAX_MESSAGE_BYTES,
     )
-    stream = GrpcStream(connection, on_message)
+    stream = GrpcStream(connection, on_message, keepalive_s, keepalive_timeout_s)
     tls: dict[str, Any] = {}
-    if dial.tls is not None:
-        tls = {"ssl": dial.tls, "server_hostname": dial.server_name or host, "ssl_shutdown_timeout": _GOODBYE_S}
     try:
+        host, port = split_host_port(dial.target)
+        if dial.tls is not None:
+            tls = {"ssl": dial.tls, "server_hostname": dial.server_name or host, "ssl_shutdown_timeout": _GOODBYE_S}
         transport, _ = await loop.create_connection(lambda: stream, host, port, **tls)
-    except OSError as error:
+    except (OSError, ValueError, OverflowError) as error:  # the latter two: no such address can be
         raise _unavailable(f"failed to connect to {dial.target}: {error}") from error
     try:
         if dial.tls is not None and transport.get_extra_info("ssl_object").selected_alpn_protocol() != "h2":
