@@ -104,6 +104,8 @@ class Gateway:
         )
         self.watch = ControlPlaneWatch(config.control_plane, self.table, connect=self._security.to_control_plane)
         self.metrics.watch(self.router, self.orchestrator, self.watch)
+        if self._spans is not None:
+            self.metrics.watch_spans(self._spans.counts)
         self.routes = RouteTable(self.router)
         self._max_prompt_bytes = rpc.MAX_MESSAGE_BYTES - _CALL_OVERHEAD_BYTES
         self._inference = InferenceServicer(

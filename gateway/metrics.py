@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -50,9 +50,26 @@ class GatewayMetrics:
         self._control_plane = control_plane
         self.registry.register(_Tables(router, orchestrator, control_plane))
 
+    def watch_spans(self, counts: Callable[[], dict[str, int]]) -> None:
+        """Read at every scrape what has become of the spans that were made (outcome → how many)."""
+        self.registry.register(_Spans(counts))
+
     def scrape(self) -> bytes:
         """Everything in Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+class _Spans(Collector):
+    def __init__(self, counts: Callable[[], dict[str, int]]) -> None:
+        self._counts = counts
+
+    def describe(self) -> Iterable[Metric]:
+        """As of ``_Tables``."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        """The counts as they are now."""
+        yield _counter(metrics.GATEWAY_TRACE_SPANS, {(outcome,): n for outcome, n in self._counts().items()})
 
 
 class _Tables(Collector):

@@ -78,6 +78,12 @@ GATEWAY_PROCESS_UP = Metric(
     "Of several processes: 1 if the series of this one are in this answer, 0 if it is not there or does not answer.",
     ("process",),
 )
+GATEWAY_TRACE_SPANS = Metric(
+    "omni_gateway_trace_spans_total",
+    "counter",
+    "Spans made for traces, those that the collector has taken, and those of which it has not.",
+    ("outcome",),
+)
 GATEWAY_RETRIES = Metric(
     "omni_gateway_retries_total", "counter", "Attempts begun again before any output.", ("pipeline",)
 )

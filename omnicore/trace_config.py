@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 import urllib.parse
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from omnicore.config import option
-from omnicore.tracing import AttributeValue, SpanSink
+from omnicore.tracing import AttributeValue
+
+if TYPE_CHECKING:
+    from omnicore.trace_export import SpanExport
 
 DEFAULT_SHARE = 0.01
 """Of requests whose callers decide nothing: enough for a picture of a busy service, and next to no load."""
@@ -45,8 +49,8 @@ class TraceConfig:
 
 def export(
     config: TraceConfig, service: str, *, instance: str, attributes: Mapping[str, AttributeValue] | None = None
-) -> SpanSink | None:
-    """Where the spans of ``service`` go, by its flags; None: nowhere. As ``SpanExport``; ``close`` it."""
+) -> SpanExport | None:
+    """Where the spans of ``service`` go, by its flags; None: nowhere. ``close`` it."""
     if not config.trace_endpoint:
         return None
     from omnicore.trace_export import SpanExport  # takes a while to load

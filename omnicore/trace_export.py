@@ -157,16 +157,11 @@ class SpanExport:
         self._tracer = provider.get_tracer("omniplane")
         self._failures_told = False
         self._closed = False
+        self._made = 0
 
-    @property
-    def exported(self) -> int:
-        """Spans that the collector has taken."""
-        return self._counted.exported
-
-    @property
-    def failed(self) -> int:
-        """Spans that it has not."""
-        return self._counted.failed
+    def counts(self) -> dict[str, int]:
+        """Spans that were made, that the collector has taken, and that it has not. Others wait, or had to give way."""
+        return {"made": self._made, "exported": self._counted.exported, "failed": self._counted.failed}
 
     def add(self, spans: Sequence[Span]) -> None:
         """See ``SpanSink``. From one thread only."""
@@ -199,6 +194,7 @@ class SpanExport:
         if span.error:
             made.set_status(Status(StatusCode.ERROR, span.error))
         made.end(_nanoseconds(max(span.begin_s, span.end_s)))
+        self._made += 1
 
     async def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Send what waits, for so long; more is lost. Idempotent."""

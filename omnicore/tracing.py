@@ -116,10 +116,6 @@ class SpanSink(Protocol):
         """Take spans that are over. Neither waits nor fails."""
         ...
 
-    async def close(self) -> None:
-        """Send what waits, for a bounded time. Idempotent."""
-        ...
-
 
 def _fresh(bits: int) -> int:
     return secrets.randbits(bits) or 1

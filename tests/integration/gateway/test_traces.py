@@ -37,6 +37,8 @@ async def test_a_killed_worker_is_a_replay_in_the_trace(collector: Collector) ->
         await losing
         assert events[-1] == "[DONE]"
         spans = await collector.until(lambda spans: len(spans) >= 3)
+        async with stand.http.get("/metrics") as response:
+            assert 'omni_gateway_trace_spans_total{outcome="made"} 3.0' in await response.text()
     root, first, second = sorted(spans, key=lambda span: (bool(span.parent_id), span.begin_ns))
     assert (root.name, root.attributes["omni.replays"], root.error) == ("POST /v1/chat/completions", 1, "")
     replayed = dict(root.events)["replayed"]

@@ -26,9 +26,6 @@ class Sink:
     def add(self, spans: Sequence[Span]) -> None:
         self.spans += spans
 
-    async def close(self) -> None:
-        """Nothing waits."""
-
 
 class Traced:
     """A request that is traced."""
