@@ -4,8 +4,8 @@
 now. What the protocol itself wants said (acknowledgements, windows) gathers in ``take_outgoing``. Headers are coded by
 ``hpack``; everything else of the protocol is small when there is one stream and no pushing.
 
-It exists because of what a message costs: gRPC's own Python client needs 130 to 380 µs of CPU and two or three threads
-to read one, this 30 to 150 (``bench.streams``), and on one session everything that a gateway does passes by.
+It exists because of what a message costs: gRPC's own Python client needs 130 to 500 µs of CPU and two or three threads
+to read one, this 40 to 230 (``bench.streams``), and on one session everything that a gateway does passes by.
 """
 
 from __future__ import annotations
