@@ -84,15 +84,20 @@ class Load:
         return f"{len(self.outcomes)} requests, {len(self.failed)} failed"
 
 
-async def ask(session: aiohttp.ClientSession, gateway: Unit, *, max_tokens: int | None = None) -> Outcome:
-    """Stream one answer."""
+async def ask(
+    session: aiohttp.ClientSession, gateway: Unit, *, max_tokens: int | None = None, **fields: Any
+) -> Outcome:
+    """Stream one answer; ``fields`` are further ones of the body."""
     outcome = Outcome(gateway.name, time.monotonic())
-    await _ask(session, gateway, outcome, max_tokens)
+    await _ask(session, gateway, outcome, max_tokens, **fields)
     return outcome
 
 
-async def _ask(session: aiohttp.ClientSession, gateway: Unit, outcome: Outcome, max_tokens: int | None = None) -> None:
-    body: dict[str, Any] = {"model": PIPELINE, "messages": [{"role": "user", "content": "Go on."}], "stream": True}
+async def _ask(
+    session: aiohttp.ClientSession, gateway: Unit, outcome: Outcome, max_tokens: int | None = None, **fields: Any
+) -> None:
+    messages = [{"role": "user", "content": "Go on."}]
+    body: dict[str, Any] = {"model": PIPELINE, "messages": messages, "stream": True, **fields}
     if max_tokens is not None:
         body |= {"max_tokens": max_tokens, "ignore_eos": True}
     finished = done = False

@@ -279,11 +279,11 @@ class Routes:
     async def __aexit__(self, *exc: object) -> None:
         await self._channel.close(None)
 
-    async def route(self) -> types_pb2.ReplicaRef | None:
-        """Who would get a request now; None if nobody, or if the gateway does not answer."""
+    async def route(self, session_id: str = "") -> types_pb2.ReplicaRef | None:
+        """Who would get a request now, of a session; None if nobody, or if the gateway does not answer."""
         self._number += 1
         request_id = f"probe-{self._number}"
-        request = router_service_pb2.RouteRequest(request_id=request_id, stage=self._stage)
+        request = router_service_pb2.RouteRequest(request_id=request_id, stage=self._stage, session_id=session_id)
         request.max_wait.SetInParent()
         try:
             answer = await self._stub.Route(request, timeout=CALL_S)

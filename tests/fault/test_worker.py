@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import signal
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
+import aiohttp
 import pytest
 import pytest_asyncio
 
-from tests.fault.clients import CLIENTS, Load, load, serves
-from tests.fault.cluster import Cluster, Rounds, Unit, eventually, rounds
+from tests.fault.clients import CLIENTS, Load, Outcome, ask, http_session, load, serves
+from tests.fault.cluster import Cluster, Rounds, Routes, Unit, eventually, rounds
 from tests.fault.record import record
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -28,6 +32,8 @@ KEEPALIVE_S = 13.0
 SLACK_S = 10.0
 """What a loaded machine may take on top of a limit that the product keeps by itself."""
 
+_sessions = itertools.count()
+
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def watch(system: Cluster) -> AsyncIterator[Rounds]:
@@ -38,6 +44,28 @@ async def watch(system: Cluster) -> AsyncIterator[Rounds]:
 def check_none_lost(requests: Load) -> None:
     """What ran at a worker that was lost went on at the other one."""
     assert not requests.failed, requests.failed
+
+
+async def owned(system: Cluster, replica_id: int) -> str:
+    """A new session, at the first gateway, of that replica."""
+    async with Routes(system.gateways[0]) as routes:
+        for _ in range(100):
+            session_id = f"session-{next(_sessions)}"
+            owner = await routes.route(session_id)
+            if owner is not None and owner.replica_id == replica_id:
+                return session_id
+    raise AssertionError("all sessions go elsewhere")
+
+
+async def check_strict_session(
+    http: aiohttp.ClientSession, gateway: Unit, lost: Outcome, strict: dict[str, Any]
+) -> None:
+    """``lost`` was asked of a session whose owner had just gone; its owner is back by now, as another instance."""
+    assert lost.error in ("session_owner_unavailable", "session_lost"), lost
+    assert not lost.text
+    assert lost.took_s < KEEPALIVE_S + SLACK_S
+    assert (await ask(http, gateway, **strict)).error == "session_lost"
+    assert (await ask(http, gateway, **strict | {"session_id": f"session-{next(_sessions)}"})).ok
 
 
 async def kill(system: Cluster, watch: Rounds, victim: Unit) -> float:
@@ -100,7 +128,8 @@ async def test_sigterm(system: Cluster, watch: Rounds, loaded: bool) -> None:
 @pytest.mark.parametrize("loaded", [False, True], ids=["idle", "load"])
 @pytest.mark.parametrize("fault", ["SIGSTOP", "partition", "reset"])
 async def test_silent(system: Cluster, watch: Rounds, fault: str, loaded: bool) -> None:
-    """Hung or cut off until its lease has ended, then back: same id, new epoch."""
+    """Hung or cut off until its lease has ended, then back: same id, new epoch. A strict session of its is nobody
+    else's meanwhile, and lost then."""
     victim = system.workers[1]
     number = system.replica_of(victim)
     epoch = (await system.epochs(system.control_planes[0]))[number]
@@ -109,11 +138,15 @@ async def test_silent(system: Cluster, watch: Rounds, fault: str, loaded: bool) 
         "partition": lambda: system.partition(victim),
         "reset": lambda: system.partition(victim, "reset"),
     }
-    async with load(system, clients=CLIENTS if loaded else 0) as requests:
+    gateway = system.gateways[0]
+    strict: dict[str, Any] = {"session_policy": "strict", "session_id": await owned(system, number)}
+    async with load(system, clients=CLIENTS if loaded else 0) as requests, http_session() as http:
+        assert (await ask(http, gateway, **strict)).ok
         if loaded:
             await requests.begun()
         since_s = time.monotonic()
         breaks[fault]()
+        asking = asyncio.create_task(ask(http, gateway, **strict))
         unrouted_s = await watch.unrouted(number, since_s)
         held_s = await requests.ended(since_s, KEEPALIVE_S + SLACK_S) if loaded else 0.0
         while not (listed := await system.replicas(system.control_planes[0])) or number in listed:
@@ -122,6 +155,7 @@ async def test_silent(system: Cluster, watch: Rounds, fault: str, loaded: bool) 
         back_s = time.monotonic()
         await system.heal()
         routed_s = await watch.routed(number, back_s)
+        await check_strict_session(http, gateway, await asking, strict)
     check_none_lost(requests)
     assert unrouted_s < HANG_UNROUTED_S
     assert held_s < KEEPALIVE_S + SLACK_S
