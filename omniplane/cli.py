@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 
 # Services are named, not imported: each process loads only its own, and none depends on another.
 SERVICES: dict[str, tuple[str, str]] = {
@@ -31,10 +33,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: unknown service {args[0]!r}; known: {', '.join(SERVICES)}", file=sys.stderr)
         return 2
     try:
-        service: Callable[[Sequence[str]], int] = importlib.import_module(SERVICES[args[0]][0]).main
-        return service(args[1:])
+        return _load(args[0], os.environ)(args[1:])
     except KeyboardInterrupt:
         return 130  # Ctrl-C before the service took signals; 128 + SIGINT, as shells have it
+
+
+def _load(service: str, environ: MutableMapping[str, str]) -> Callable[[Sequence[str]], int]:
+    """Import a service, at no more cost than need be to what serves already on this machine."""
+    # As soon as they are there, the threads of numpy's OpenBLAS wait for work in a loop, each for 2^26 ticks of a
+    # processor: a fifth of what the start of a worker takes. With 2^4 they go to sleep.
+    environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+    gc.disable()  # what imports make is there to stay: looking through it again and again finds nothing
+    try:
+        main: Callable[[Sequence[str]], int] = importlib.import_module(SERVICES[service][0]).main
+    finally:
+        gc.enable()
+    return main
 
 
 def _usage() -> str:
