@@ -114,8 +114,15 @@ class GrpcStream(asyncio.Protocol):
         if connection.status is not None:
             self._settle()
 
+    def eof_received(self) -> None:
+        """Of ``asyncio.Protocol``. Who says no more and does not read either would else not be lost before everything
+        is written."""
+        self._connection.lost("the peer closed the connection")
+        self._settle()
+
     def connection_lost(self, error: Exception | None) -> None:
         """Of ``asyncio.Protocol``."""
+        self._transport = None
         self._connection.lost(f"the connection was lost: {error}" if error else "the peer closed the connection")
         self._settle()
 
@@ -158,7 +165,7 @@ class GrpcStream(asyncio.Protocol):
                 self._ended.set_result(None)
             else:
                 self._ended.set_exception(status)
-        if self._transport is not None and not self._transport.is_closing():
+        if self._transport is not None:
             self._flush()
             # What the peer has not read by now it need not read any more, and may never.
             self._transport.abort() if self._transport.get_write_buffer_size() else self._transport.close()

@@ -23,6 +23,7 @@ import uvloop
 
 from omnicore import errors, rpc
 from omnicore.grpc_stream import Dial, open_stream
+from omnicore.http2 import SETTINGS, WINDOW_UPDATE, frame
 from tests.support.ports import reserved_port
 from tests.support.processes import wait_until
 from tests.support.streams import METHOD, Received, Streams, code_of, port, serving
@@ -203,6 +204,25 @@ async def test_ports_that_do_not_speak_grpc() -> None:
         assert (error.code(), target in str(error.details())) == (Code.UNAVAILABLE, True)
 
 
+async def test_a_peer_that_says_no_more_and_does_not_read() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setblocking(False)
+        loop = asyncio.get_running_loop()
+        target = f"127.0.0.1:{listening.getsockname()[1]}"
+        async with asyncio.timeout(GUARD_S), open_stream(Dial(target), METHOD, Received()) as stream:
+            for _ in range(3):  # more than what fits into sockets
+                stream.write(bytes(15 * 2**20))
+            peer, _ = await loop.sock_accept(listening)
+            with peer:
+                wide = 2**30
+                peer.sendall(frame(SETTINGS, 0, 0, b"\0\4" + wide.to_bytes(4, "big")))
+                peer.sendall(frame(WINDOW_UPDATE, 0, 0, wide.to_bytes(4, "big")))
+                peer.shutdown(socket.SHUT_WR)
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await stream.ended()
+                assert "the peer closed" in str(caught.value)
+
+
 async def test_ipv6() -> None:
     try:
         with socket.socket(socket.AF_INET6) as probe:
@@ -267,6 +287,7 @@ async def test_what_on_message_raises_ends_the_stream() -> None:
         test_how_servers_end_a_stream,
         test_a_server_that_is_frozen_then_killed,
         test_ports_that_do_not_speak_grpc,
+        test_a_peer_that_says_no_more_and_does_not_read,
         test_leaving_cancels_the_servers_handler,
         test_what_on_message_raises_ends_the_stream,
     ],
