@@ -15,8 +15,8 @@ import pytest
 
 from omnicore import errors
 from tests.integration.gateway.conftest import Stand, running_stand
+from tests.integration.gateway.replays import AUDIO, Gate, lose, over_http, passed_on, plays
 from tests.integration.gateway.scripted import Call, ScriptedWorker
-from tests.integration.gateway.test_replay import AUDIO, Gate, lose, over_http, passed_on, plays
 from tests.support.pipelines import speech_pipeline
 from tests.support.processes import wait_until
 
