@@ -18,7 +18,7 @@ from omnicore.security import Security
 from tests.support.certificates import DevCerts
 from tests.support.streams import METHOD, Received, code_of, port, serving
 
-GUARD_S = 30.0
+GUARD_S = 90.0
 
 
 async def refused(dial: Dial) -> str:

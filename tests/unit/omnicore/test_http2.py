@@ -273,6 +273,7 @@ WINDOW = st.tuples(st.just("window"), st.integers(0, 200_000))
 FRAME_SIZE = st.tuples(st.just("frame size"), st.integers(16_384, 2**24 - 1))
 
 
+@examples(max_examples=50)
 @given(st.lists(SEND | READ | WINDOW | FRAME_SIZE, max_size=40))
 @example([("send", 200_000), ("window", 10), ("send", 3), ("window", 300_000), ("send", 1)])
 def test_never_more_is_sent_than_the_server_has_room_for(steps: Sequence[tuple[str, int]]) -> None:
