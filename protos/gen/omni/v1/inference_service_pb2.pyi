@@ -446,7 +446,9 @@ class TimelineEvent(_message.Message):
     REPLICA_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     event: _builtins.str
-    """"admitted", "dispatched", "first_output", "stage_finished", "retried", "finished", "failed", "aborted"."""
+    """"admitted", "dispatched", "first_output", "stage_finished", "retried", "replayed", "goes_on" (with another producer),
+    "finished", "failed", "aborted".
+    """
     detail: _builtins.str
     """Policy, reason or error, for people."""
     @_builtins.property
