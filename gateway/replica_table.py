@@ -90,7 +90,12 @@ class ReplicaView:
     @property
     def suspect(self) -> bool:
         """Take it only if nothing better is left."""
-        return self.record.suspect or self.silent or self.unclaimed_s is not None
+        return self.unresponsive or self.unclaimed_s is not None
+
+    @property
+    def unresponsive(self) -> bool:
+        """The registry or its session says that it does not answer."""
+        return self.record.suspect or self.silent
 
 
 class TableListener(Protocol):
@@ -193,7 +198,7 @@ class ReplicaTable:
 
     def _serves(self, view: ReplicaView) -> bool:
         """We are in touch with it, and neither the registry nor its session said a word against it."""
-        return view.routable and not view.record.suspect and not view.silent and self.in_touch(view.claim)
+        return view.routable and not view.unresponsive and self.in_touch(view.claim)
 
     def _drop_unclaimed(self, records: dict[ReplicaKey, types_pb2.Replica], now_s: float) -> None:
         """Those that had their time, or have another place by now. Every message comes here, bookmarks too."""

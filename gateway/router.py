@@ -248,7 +248,7 @@ class Router:
             if not pool.slots and old.key[0] not in self.table.pipelines:
                 self.pools.pop(pool.key, None)  # its pipeline went before it
             # Who leaves finishes its work. Who fell silent and lost its claim by that may hang for ever.
-            self._retire(old.claim, LOST_SILENCE_S if old.suspect else None)
+            self._retire(old.claim, LOST_SILENCE_S if old.unresponsive else None)
             return
         slot = self._pool(new.key[:2]).put(new)
         record = new.record

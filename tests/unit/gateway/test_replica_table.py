@@ -86,6 +86,7 @@ def test_who_serves_us_outlives_a_snapshot_without_it_as_a_suspect_for_a_while()
     assert other not in made.replicas
     assert made.replicas[key].routable
     assert made.replicas[key].suspect
+    assert not made.replicas[key].unresponsive, "nobody says that it hangs, so what it has is not taken away"
 
     apply(made, replica(0, 9))
     assert made.replicas[key].epoch == 9
