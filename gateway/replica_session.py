@@ -22,12 +22,13 @@ held against the replica.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
 import grpc.aio
 
 from gateway.session_roles import AbortedCall, CallSink, SessionListener
 from gateway.silence import Silence
+from gateway.unsent import Unsent
 from gateway.worker_rpcs import WorkerRpcs
 from omni.v1 import stage_service_pb2, stage_service_pb2_grpc, types_pb2
 from omnicore import errors, rpc
@@ -49,11 +50,8 @@ ABORT_ACK_S = 2.0
 """A worker answers an abort within a step of its engine; after this long it is told again, in another way."""
 _TICK_S = 0.25
 _MOST_BACKOFF_S = 0.4  # with the jitter 0.6: who is back is used again within a second
-# Frames stay well below the message limit of rpc.py: prompts with media are up to 16 MiB, most are tiny.
-_FRAME_BYTES = 1024 * 1024
 # The codes with which a replica says: you mean another instance, or something that I am not.
 _REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED)
-_CALLS_TAG = bytes((stage_service_pb2.SessionRequest.CALLS_FIELD_NUMBER << 3 | 2,))
 _METHOD = "/omni.v1.StageService/Session"
 
 
@@ -95,18 +93,14 @@ class ReplicaSession:
         self._watchdog: asyncio.TimerHandle | None = None
         self._ticked_s = 0.0
         self._reminders: set[asyncio.Task[None]] = set()
-        self._lazy_aborts: list[int] = []
         self._sinks: dict[int, CallSink] = {}
         self._next_call_id = 1
         self._broken = ""
         """Why the session is down, after it was up or could not get up; empty while it begins and while it is up."""
-        self._calls: dict[int, bytes] = {}
-        """Of this loop turn, encoded."""
-        self._sources: list[stage_service_pb2.NewSource] = []
-        self._aborts: list[int] = []
+        self._unsent = Unsent()
         self._sending = False
         """``_send`` will be called, in the next turn of the loop."""
-        self._heard_drain = self._tell_drain = False
+        self._heard_drain = False
         self._retiring = False
         self._closing = False
         self._idle = asyncio.Event()
@@ -144,7 +138,7 @@ class ReplicaSession:
         call_id = self._next_call_id
         self._next_call_id += 1
         call.call_id = call_id
-        self._calls[call_id] = call.SerializeToString()
+        self._unsent.begin(call)
         self._sinks[call_id] = sink
         self._idle.clear()
         if not self._sending:
@@ -161,19 +155,19 @@ class ReplicaSession:
         sink = self._sinks.get(call_id)
         if sink is None or isinstance(sink, AbortedCall):
             return
-        if self._calls.pop(call_id, None) is not None:
+        if self._unsent.take_back(call_id):
             del self._sinks[call_id]
             self._note_idle()
             return
         self._sinks[call_id] = AbortedCall(request_id)
-        self._aborts.append(call_id)
+        self._unsent.aborts.append(call_id)
         self._send_soon()
 
     def give_source(self, source: stage_service_pb2.NewSource) -> None:
         """Have a call read on from another producer; one that has ended tells that producer so. Nothing happens if the
         session is down: its calls have failed."""
         if self.connected:
-            self._sources.append(source)
+            self._unsent.sources.append(source)
             self._send_soon()
 
     def discard(self, call_id: int, *, lazily: bool = False) -> None:
@@ -182,10 +176,10 @@ class ReplicaSession:
         if not self.connected:
             return
         if lazily:
-            self._lazy_aborts.append(call_id)
+            self._unsent.lazy_aborts.append(call_id)
             self._watch()
         else:
-            self._aborts.append(call_id)
+            self._unsent.aborts.append(call_id)
             self._send_soon()
 
     async def abort_request(self, request_id: str, reason: str) -> None:
@@ -214,9 +208,7 @@ class ReplicaSession:
         self._watchdog = None
         loop = asyncio.get_running_loop()
         elapsed_s, self._ticked_s = loop.time() - self._ticked_s, loop.time()
-        if self._lazy_aborts:
-            self._aborts += self._lazy_aborts
-            self._lazy_aborts.clear()
+        if self._unsent.hurry():
             self._send_soon()
         silence, was_suspicious = self._silence, self._silence.suspicious
         if self._sinks and not was_suspicious:  # of one that says nothing at all, silence itself is the sign
@@ -326,7 +318,7 @@ class ReplicaSession:
 
     async def _serve(self) -> None:
         self._silence.reset()
-        self._heard_drain = self._tell_drain = False
+        self._heard_drain = False
         hello = stage_service_pb2.SessionHello(gateway_id=self._gateway_id, replica=self.record.ref)
         if self._hung_after_s:
             hello.beat_interval.CopyFrom(to_duration(BEAT_S))
@@ -367,21 +359,10 @@ class ReplicaSession:
         stream = self._stream
         if stream is None or not self.connected:
             return  # when it is, this is called again
-        calls, self._calls = self._calls, {}
-        sources, self._sources = self._sources, []
-        aborts, self._aborts = self._aborts, []
-        if self._lazy_aborts:
-            aborts += self._lazy_aborts
-            self._lazy_aborts.clear()
         try:
-            for frame in _frames(calls.values(), sources, aborts):
+            for frame in self._unsent.frames():
                 self.frames_sent += 1
                 stream.write(frame)
-            if self._tell_drain:
-                # What was begun before is on its way. Whoever picked it before and begins only now is refused there,
-                # and goes elsewhere.
-                self._tell_drain = False
-                stream.write(stage_service_pb2.SessionRequest(drain_heard=True).SerializeToString())
         except Exception:  # noqa: BLE001 -- a session that cannot send must break, not linger
             _log.exception("session cannot send", **self._who())
             stream.cancel()
@@ -400,7 +381,7 @@ class ReplicaSession:
             except Exception as error:  # noqa: BLE001 -- one call's fault must not cost the others' session
                 _log.exception("event handling failed", call_id=call_id, **self._who())
                 if sinks.pop(call_id, None) is not None:
-                    self._aborts.append(call_id)
+                    self._unsent.aborts.append(call_id)
                     self._send_soon()
                 self._fail(sink, errors.from_exception(error))
         if not sinks:
@@ -410,16 +391,13 @@ class ReplicaSession:
         if frame.draining:
             self._listener.on_draining(self.record)
             if not self._heard_drain:
-                self._heard_drain = self._tell_drain = True
+                self._heard_drain = self._unsent.drain_heard = True
                 self._send_soon()
 
     def _broke(self, reason: str) -> None:
         """Every open call has failed; the listener hears it before the sinks do, so that no retry comes back here."""
         sinks, self._sinks = self._sinks, {}
-        self._calls.clear()
-        self._sources.clear()
-        self._aborts.clear()
-        self._lazy_aborts.clear()
+        self._unsent.clear()
         self.breaks += self.connected
         known, self._broken = bool(self._broken), reason
         was_connected, self.connected = self.connected, False
@@ -462,29 +440,3 @@ class ReplicaSession:
             "replica": ref.replica_id,
             "epoch": ref.epoch,
         }
-
-
-def _frames(calls: Iterable[bytes], sources: list[stage_service_pb2.NewSource], aborts: list[int]) -> Iterator[bytes]:
-    """Encoded ``SessionRequest``s: as few as may be, one unless prompts with media would make it too large."""
-    # Put together from parts that are encoded already: a message within a message is its field's tag and its length.
-    parts, size = [], 0
-    if aborts or sources:
-        parts = [stage_service_pb2.SessionRequest(aborts=aborts, sources=sources).SerializeToString()]
-    for call in calls:
-        if size and size + len(call) > _FRAME_BYTES:
-            yield b"".join(parts)
-            parts, size = [], 0
-        size += len(call)
-        parts += (_CALLS_TAG, _varint(len(call)), call)
-    if parts:
-        yield b"".join(parts)
-
-
-def _varint(number: int) -> bytes:
-    """As protobuf encodes a length: seven bits a byte, the least first."""
-    encoded = bytearray()
-    while number > 127:
-        encoded.append(number & 127 | 128)
-        number >>= 7
-    encoded.append(number)
-    return bytes(encoded)
