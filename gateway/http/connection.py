@@ -77,10 +77,10 @@ class Connection(asyncio.Protocol):
     """One connection. A single timer looks after it, so that requests arm none."""
 
     __slots__ = (
-        "__weakref__", "_app", "_current", "_deaf", "_drained", "_head_bytes", "_headers", "_incoming", "_last_head",
-        "_limits_s", "_loop", "_parser", "_phase", "_reading", "_refusal", "_registry", "_since_s", "_task", "_timer",
-        "_transport", "_unparsed_bytes", "_unsent", "_unstarted", "_url", "_waiting", "congested", "credentials",
-        "lost",
+        "__weakref__", "_app", "_between", "_current", "_deaf", "_drained", "_head_bytes", "_headers", "_incoming",
+        "_last_head", "_limits_s", "_loop", "_parser", "_phase", "_reading", "_refusal", "_registry", "_since_s",
+        "_task", "_timer", "_transport", "_unparsed_bytes", "_unsent", "_unstarted", "_url", "_waiting", "congested",
+        "credentials", "lost",
     )  # fmt: skip
 
     head_timeout_s = HEAD_TIMEOUT_S
@@ -94,6 +94,7 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._parser: Any = httptools.HttpRequestParser(self)
+        self._between = True  # the parser has told the end of all that it told the begin of
         self._phase = _HEAD
         self._since_s = self._loop.time()
         self._head_bytes = self._unparsed_bytes = 0
@@ -149,7 +150,7 @@ class Connection(asyncio.Protocol):
             return
         whole: Cut | None = None
         if self._current is None:
-            if not self._unparsed_bytes and self._phase <= _HEAD:  # the parser is between two requests
+            if self._between and not self._unparsed_bytes and self._phase <= _HEAD:
                 whole = cut(data)
                 if whole is not None and (head := self._registry.heads.get(whole.key)) is not None:
                     self._begin_known(head, whole)
@@ -209,6 +210,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         """A request begins, perhaps behind one that is being answered."""
+        self._between = False
         if self._phase != _HEAD:
             self._begin_head()
         self._url, self._headers = b"", {}
@@ -264,6 +266,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """Nothing more is waited for."""
+        self._between = True
         self._phase, self._since_s = _IDLE, self._loop.time()
         exchange, self._incoming = self._incoming, None
         if exchange is not None:

@@ -157,3 +157,16 @@ def test_what_is_kept_is_bounded_and_ordinary() -> None:
     assert known.get(b"%d" % heads.MOST_HEADS) is not None
     known.keep(b"k", Head("GET", b"/", {b"traceparent": b"x"}))
     assert known.get(b"k") is None
+
+
+def test_bytes_within_a_head_that_began_behind_another_request_are_no_request() -> None:
+    """Whoever cuts the pieces may be a client of the proxy in front, and the second piece the value of its header."""
+    known = KnownHeads()
+    _run(known, [_GOOD, _GOOD])
+    begun = b"POST /v1/y HTTP/1.1\r\nX-A: "
+    inner = _GOOD.replace(b"Host: here", b"Host: there")
+    pieces = [_GOOD + begun, _GOOD, _GOOD + begun, inner, _GOOD + begun, inner, inner]
+    expected = _run(_Nothing(), pieces)
+    assert [one[1] for one in expected[0]] == ["/v1/x", "/v1/y", "/v1/x", "/v1/y", "/v1/x", "/v1/y", "/v1/x"]
+    assert _run(known, pieces) == expected
+    assert _run(known, [inner]) == _run(_Nothing(), [inner]), "nor may it be kept as what it was a part of"
