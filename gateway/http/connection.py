@@ -19,8 +19,9 @@ from typing import Any, Protocol, cast
 
 import httptools
 
-from gateway.http.exchange import Credentials, Exchange, error_response
+from gateway.http.exchange import Credentials, Exchange
 from gateway.http.heads import Cut, Head, KnownHeads, cut
+from gateway.http.responses import error_response
 from omnicore import errors
 from omnicore.log import get_logger
 

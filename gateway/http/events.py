@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import orjson
 
-from gateway.http.exchange import error_body
+from gateway.http.responses import error_body
 from omnicore import errors
 
 HEADERS = (

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
 import re
-import time
 import urllib.parse
 from collections.abc import Callable, Iterable, Mapping
-from email.utils import formatdate
-from http import HTTPStatus
 from typing import Any, NamedTuple, Protocol
 
 import orjson
 
 from gateway.access.control import ANYBODY
+from gateway.http.ids import random_id
+from gateway.http.responses import STATUS_LINES, date_line, error_body, http_status
 from gateway.request import RequestState
 from omnicore import errors
 from omnicore.api_keys import ApiKey, KeyTable
@@ -26,7 +24,6 @@ _PRINTABLE = re.compile(rb"[!-~]+")
 _JSON = (b"content-type", b"application/json")
 JSON_HEADERS = (_JSON,)
 """Of a whole response as JSON; given to ``respond`` as this very object, it is written fastest."""
-_STATUS_LINES = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
 # How the end of a body is told.
 _BY_LENGTH, _CHUNKED, _BY_CLOSE, _NONE = range(4)
 
@@ -114,7 +111,7 @@ class Exchange:
         """Of the response, whatever it is."""
         self.on_writable: Callable[[], None] | None = None
         """Called when a client that was ``congested`` has caught up."""
-        self.id = _random_id()
+        self.id = random_id()
         """32 hex digits of its own; what the exchange begins is named after it."""
         asked = headers.get(b"x-request-id", b"")
         self.request_id = asked if 0 < len(asked) <= 256 and _PRINTABLE.fullmatch(asked) else self.id.encode()
@@ -231,7 +228,7 @@ class Exchange:
     def begin(self, status: int, headers: Headers) -> None:
         """As ``start``, for those who cannot wait."""
         assert not self.started, "one response per request"
-        lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
+        lines = [STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
         framing = _CHUNKED if self.http_1_1 else _BY_CLOSE
         count = 2  # with the empty line at the end
         if replays := getattr(self._on_leave, "replays", 0):  # what stands for several requests has none
@@ -250,7 +247,7 @@ class Exchange:
             self.keep_alive = False
             lines.append(b"connection: close\r\n")
             count += 1
-        lines.append(_date_line())
+        lines.append(date_line())
         lines.append(b"\r\n")
         head = b"".join(lines)
         if head.count(b"\n") != count + 1 or head.count(b"\r") != count + 1:
@@ -319,7 +316,7 @@ class Exchange:
             self.started = True
             self.wire.write(
                 b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
-                b"x-request-id: %b\r\ncontent-length: %d\r\n%b\r\n%b" % (self.request_id, len(data), _date_line(), data)
+                b"x-request-id: %b\r\ncontent-length: %d\r\n%b\r\n%b" % (self.request_id, len(data), date_line(), data)
             )
             self.ended = True
             return
@@ -392,39 +389,6 @@ class Exchange:
             self._reader.set_result(None)
 
 
-# Reasons that HTTP has a status of its own for.
-_STATUS_OF_REASON: Mapping[str, int] = {
-    "UNSUPPORTED_MEDIA_TYPE": 415,
-    "BODY_TOO_LARGE": 413,
-    "HEADERS_TOO_LARGE": 431,
-}
-
-
-def http_status(error: errors.OmniError) -> int:
-    """The status of a response that is this error."""
-    return _STATUS_OF_REASON.get(error.reason, error.row.http_status)
-
-
-def error_body(error: errors.OmniError) -> dict[str, Any]:
-    """OpenAI's error object; ``code`` is our reason in lower case, ``param`` the path of the wrong field."""
-    return {
-        "error": {
-            "message": error.message,
-            "type": error.row.openai_type,
-            "param": error.violations[0].field if error.violations else None,
-            "code": error.reason.lower(),
-        }
-    }
-
-
-def error_response(status: int, error: errors.OmniError) -> bytes:
-    """A whole response, for what never became a request; the connection ends with it."""
-    body = orjson.dumps(error_body(error))
-    return b"%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n%b\r\n%b" % (
-        _STATUS_LINES[status], len(body), _date_line(), body,
-    )  # fmt: skip
-
-
 def _too_large(limit_bytes: int) -> errors.InvalidRequestError:
     return errors.InvalidRequestError.field("body", f"must be at most {limit_bytes} bytes", reason="BODY_TOO_LARGE")
 
@@ -437,39 +401,3 @@ def _split(target: bytes) -> tuple[str, str, str]:
         text = "/" + text.partition("://")[2].partition("/")[2]
     path, _, query = text.partition("?")
     return path, query, urllib.parse.unquote(path) if "%" in path else path
-
-
-class _Ids:
-    """Random ids, drawn from the system for many at a time."""
-
-    hex = ""
-    used = 0
-
-
-def _random_id() -> str:
-    begin = _Ids.used
-    if begin >= len(_Ids.hex):
-        _Ids.hex, begin = os.urandom(4096).hex(), 0
-    _Ids.used = begin + 32
-    return _Ids.hex[begin : begin + 32]
-
-
-def _forget_ids() -> None:
-    _Ids.hex, _Ids.used = "", 0
-
-
-os.register_at_fork(after_in_child=_forget_ids)  # two processes never draw the same
-
-
-class _Date:
-    """The header ``date``, made once a second."""
-
-    second = 0
-    line = b""
-
-
-def _date_line() -> bytes:
-    now_s = int(time.time())
-    if now_s != _Date.second:
-        _Date.second, _Date.line = now_s, b"date: %b\r\n" % formatdate(now_s, usegmt=True).encode()
-    return _Date.line

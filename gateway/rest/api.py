@@ -16,8 +16,9 @@ import orjson
 from google.protobuf.message import Message
 
 from gateway.access.control import CALLER
-from gateway.http.exchange import Exchange, http_status
+from gateway.http.exchange import Exchange
 from gateway.http.paths import PathTable
+from gateway.http.responses import http_status
 from gateway.rest import decode, encode, incoming
 from gateway.rest.backends import Backend
 from gateway.rest.openapi import document_json

@@ -13,7 +13,7 @@ import orjson
 from google.protobuf import json_format
 from google.protobuf.message import Message
 
-from gateway.http.exchange import error_body
+from gateway.http.responses import error_body
 from gateway.rest.routes import Route
 from omnicore import errors
 

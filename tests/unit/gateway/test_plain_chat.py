@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from gateway.access.control import ANYBODY, AccessControl
 from gateway.graph import PipelineGraph
 from gateway.http import chat as chat_module
-from gateway.http import chat_schema
-from gateway.http import exchange as exchange_module
-from gateway.http.exchange import JSON_HEADERS, Exchange
+from gateway.http import chat_schema, ids
+from gateway.http.exchange import JSON_HEADERS, Credentials, Exchange
 from gateway.request import Usage
 from omni.v1 import stage_service_pb2
 from omnicore import errors
@@ -162,7 +161,7 @@ class _Wire:
 
     def __init__(self) -> None:
         self.sent = b""
-        self.credentials: exchange_module.Credentials | None = None
+        self.credentials: Credentials | None = None
 
     def write(self, data: bytes) -> None:
         self.sent += data
@@ -216,17 +215,17 @@ async def test_a_whole_body_may_still_be_read_until_it_is_dropped() -> None:
 
 def test_ids_are_all_different() -> None:
     wire = _Wire()
-    ids = {Exchange(wire, "GET", b"/", {}).id for _ in range(1000)}
-    assert len(ids) == 1000
-    assert all(len(one) == 32 for one in ids)
+    drawn = {Exchange(wire, "GET", b"/", {}).id for _ in range(1000)}
+    assert len(drawn) == 1000
+    assert all(len(one) == 32 for one in drawn)
 
 
 def test_a_forked_process_draws_ids_of_its_own() -> None:
-    Exchange(_Wire(), "GET", b"/", {})
-    before = exchange_module._Ids.hex
-    exchange_module._forget_ids()  # what a child calls first
-    Exchange(_Wire(), "GET", b"/", {})
-    assert exchange_module._Ids.hex != before
+    ids.random_id()
+    before = ids._Drawn.hex
+    ids.forget()  # what a child calls first
+    ids.random_id()
+    assert ids._Drawn.hex != before
 
 
 @given(
