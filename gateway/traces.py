@@ -10,6 +10,8 @@ import hashlib
 import time
 from collections.abc import Sequence
 
+import grpc
+
 from gateway.request import RequestSpec, RequestState, TimelineEntry
 from gateway.request_trace import RequestTrace
 from omnicore import errors
@@ -49,7 +51,7 @@ class Tracing:
         """A request was not admitted."""
         if (trace := self.begin(spec, queued_s)) is not None:
             root = _root(trace, spec, queued_s)
-            root.attributes.update(_outcome("failed", error, begun=False))
+            root.attributes.update(_outcome(spec, "failed", error, begun=False))
             root.end_s, root.error = time.time(), error.message
             self._sink.add([root, _admission(trace, root.end_s)])
 
@@ -58,7 +60,7 @@ def spans(trace: RequestTrace, state: RequestState) -> list[Span]:
     """All spans of a request that has ended."""
     made = _Spans(trace, state.spec, state.timeline)
     root = made.root
-    root.attributes.update(_outcome(state.status, state.error, begun=state.first_output_s is not None))
+    root.attributes.update(_outcome(state.spec, state.status, state.error, begun=state.first_output_s is not None))
     root.attributes.update(
         {
             "gen_ai.usage.input_tokens": state.usage.prompt_tokens,
@@ -167,7 +169,7 @@ def _root(trace: RequestTrace, spec: RequestSpec, begin_s: float) -> Span:
         "omni.task": spec.task,
         "gen_ai.request.model": spec.graph.name,
     }
-    if spec.route.startswith("/"):
+    if _is_http(spec):
         name = f"POST {spec.route}"
         attributes |= {"http.request.method": "POST", "http.route": spec.route}
     else:
@@ -183,13 +185,22 @@ def _admission(trace: RequestTrace, end_s: float) -> Span:
     return Span("admission", context, trace.context.span_id, trace.queued_s, end_s)
 
 
-def _outcome(status: str, error: errors.OmniError | None, *, begun: bool) -> dict[str, AttributeValue]:
-    """``begun``: some of the answer has left, so it began well."""
+def _outcome(
+    spec: RequestSpec, status: str, error: errors.OmniError | None, *, begun: bool
+) -> dict[str, AttributeValue]:
+    """How it ended, as its protocol tells it. ``begun``: some of the answer has left, so over HTTP it began well."""
     told: dict[str, AttributeValue] = {"omni.status": status}
     if error is not None:
         told["error.type"] = error.reason
-        if status == "failed":
-            told["http.response.status_code"] = 200 if begun else error.row.http_status
-    else:
+    if not _is_http(spec):
+        code = error.row.code if error is not None else grpc.StatusCode.OK
+        told["rpc.grpc.status_code"] = code.value[0]
+    elif error is None:
         told["http.response.status_code"] = 200
+    elif status == "failed":
+        told["http.response.status_code"] = 200 if begun else error.row.http_status
     return told
+
+
+def _is_http(spec: RequestSpec) -> bool:
+    return spec.route.startswith("/")

@@ -129,22 +129,33 @@ async def test_companions_have_calls_of_their_own() -> None:
     assert companion.context.span_id == traced.call_id(0, 0, "cfg_text") != own.context.span_id
 
 
-@pytest.mark.parametrize(("begun", "status"), [(False, 503), (True, 200)])
-async def test_a_failure_is_told(begun: bool, status: int) -> None:
-    traced = Traced(text_pipeline())
+RPC = "omni.v1.InferenceService/Generate"
+
+
+@pytest.mark.parametrize(
+    ("route", "begun", "status"),
+    [
+        ("/v1/x", False, {"http.response.status_code": 503}),
+        ("/v1/x", True, {"http.response.status_code": 200}),
+        (RPC, True, {"rpc.grpc.status_code": 14}),
+    ],
+)
+async def test_a_failure_is_told(route: str, begun: bool, status: dict[str, int]) -> None:
+    traced = Traced(text_pipeline(), route=route)
     traced.state.note("dispatched", traced.ref(0), "only")
     traced.state.first_output_s = 1.0 if begun else None
     root, (call,) = traced.end("failed", errors.UnavailableError("gone", reason="REPLICA_LOST"))
-    assert root.attributes["http.response.status_code"] == status
+    assert {name: value for name, value in root.attributes.items() if name.endswith(".status_code")} == status
     assert (root.attributes["error.type"], root.error, call.error) == ("REPLICA_LOST", "gone", "gone")
 
 
 async def test_a_wait_for_admission_is_told() -> None:
-    traced = Traced(text_pipeline(), queued_s=1000.0, route="omni.v1.InferenceService/Generate")
+    traced = Traced(text_pipeline(), queued_s=1000.0, route=RPC)
     root, (admission,) = traced.end()
     assert (admission.name, admission.begin_s, root.begin_s) == ("admission", 1000.0, 1000.0)
     assert admission.end_s == traced.state.timeline[0].time_s
-    assert (root.name, root.attributes["rpc.method"]) == ("omni.v1.InferenceService/Generate", "Generate")
+    assert (root.name, root.attributes["rpc.method"], root.attributes["rpc.grpc.status_code"]) == (RPC, "Generate", 0)
+    assert "http.response.status_code" not in root.attributes
 
 
 async def test_who_is_not_admitted_is_told() -> None:
