@@ -19,6 +19,11 @@ Kind = Literal["server", "client", "internal"]
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.DOTALL)
 _LONGEST_TRACESTATE = 512
 """Of which W3C wants at least so much passed on; what is longer is not."""
+_MOST_MEMBERS = 32
+_MEMBER = re.compile(
+    r"([a-z][_0-9a-z*/-]{0,255}|[a-z0-9][_0-9a-z*/-]{0,240}@[a-z][_0-9a-z*/-]{0,13})"
+    r"=[ -+\--<>-~]{0,255}[!-+\--<>-~]"
+)
 _SAMPLED = 0x01
 
 
@@ -32,7 +37,7 @@ class TraceContext:
     """64 bits, never 0."""
     sampled: bool = True
     state: str = ""
-    """Of other tracing systems, as it came (``tracestate``)."""
+    """Of other tracing systems, as it came (``tracestate``); empty if W3C does not allow it."""
 
     @classmethod
     def parse(cls, traceparent: str, tracestate: str = "") -> TraceContext | None:
@@ -48,7 +53,7 @@ class TraceContext:
             int(trace_id, 16),
             int(span_id, 16),
             bool(int(flags, 16) & _SAMPLED),
-            tracestate if len(tracestate) <= _LONGEST_TRACESTATE else "",
+            tracestate if _is_state(tracestate) else "",
         )
         return context if context.trace_id and context.span_id else None
 
@@ -115,6 +120,14 @@ class SpanSink(Protocol):
     def add(self, spans: Sequence[Span]) -> None:
         """Take spans that are over. Neither waits nor fails."""
         ...
+
+
+def _is_state(tracestate: str) -> bool:
+    """OpenTelemetry would write a line of log for each span of one that is not."""
+    if len(tracestate) > _LONGEST_TRACESTATE:
+        return False
+    members = [member for part in tracestate.split(",") if (member := part.strip(" \t"))]
+    return len(members) <= _MOST_MEMBERS and all(map(_MEMBER.fullmatch, members))
 
 
 def _fresh(bits: int) -> int:

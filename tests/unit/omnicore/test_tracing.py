@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import socket
 import sys
@@ -10,6 +11,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from opentelemetry.trace import TraceState
 
 from omnicore.trace_config import collector as collector_address
 from omnicore.trace_config import share
@@ -59,6 +61,32 @@ def test_later_versions_may_have_more() -> None:
     assert context is not None
     assert (context.traceparent, context.state) == (CALLER, "a=1")
     assert TraceContext.parse(CALLER, "a=" + "1" * 600) == TraceContext.parse(CALLER)
+
+
+@given(st.text("ab1@=, \t", max_size=12) | st.text() | st.lists(st.integers(0, 40)).map(lambda keys: _members(*keys)))
+def test_of_what_other_systems_say_nothing_is_passed_on_that_the_library_complains_of(said: str) -> None:
+    context = TraceContext.parse(CALLER, said)
+    assert context is not None
+    assert context.state in (said, "")
+    complaints: list[str] = []
+
+    def note(record: logging.LogRecord) -> bool:
+        complaints.append(record.getMessage())
+        return False
+
+    library = logging.getLogger("opentelemetry.trace.span")
+    library.addFilter(note)
+    try:
+        TraceState.from_header([context.state])
+        assert not complaints
+        if not context.state and len(said) <= 512 and TraceState.from_header([said]):
+            assert complaints, "and nothing is dropped that it takes"
+    finally:
+        library.removeFilter(note)
+
+
+def _members(*keys: int) -> str:
+    return " ,\t".join(f"k{key}={key};x" for key in keys)
 
 
 def test_a_caller_decides_for_its_request() -> None:
