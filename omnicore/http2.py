@@ -26,15 +26,15 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 _END_STREAM, _ACK, _END_HEADERS, _PADDED, _HAS_PRIORITY = 0x1, 0x1, 0x4, 0x8, 0x20
-_HEADER_TABLE_SIZE, _ENABLE_PUSH, _INITIAL_WINDOW_SIZE, _MAX_FRAME_SIZE = 1, 2, 4, 5
+_ENABLE_PUSH, _INITIAL_WINDOW_SIZE, _MAX_FRAME_SIZE = 2, 4, 5
 
 _DEFAULT_WINDOW = 65_535
 _MAX_WINDOW = 2**31 - 1
 _MAX_FRAME = 16_384
-"""Of what we read: the default, which we leave."""
+"""Bytes of a frame that we read: the default, which we leave."""
 _MAX_HEADERS = 64 * 1024
 WINDOW = 8 * 1024 * 1024
-"""What the peer may send before we have read it: more than a loop turn of any engine's output."""
+"""Bytes that the peer may send before we have read them: more than a loop turn of any engine's output."""
 _CANCEL = 0x8
 
 # gRPC's mapping of HTTP/2 error codes and of HTTP statuses (doc/PROTOCOL-HTTP2.md, doc/http-grpc-status-mapping.md).
