@@ -131,7 +131,7 @@ class Admission:
     @property
     def full(self) -> bool:
         """Whoever enters now waits, or is refused."""
-        return self.inflight >= self._max_inflight or bool(self._queue)
+        return self.inflight >= self._max_inflight or bool(self._queue.places)
 
     def keys_changed(self, keys: KeyTable) -> None:
         """The file of keys was loaded anew."""
@@ -152,7 +152,7 @@ class Admission:
 
     def try_enter(self, entry: Entry) -> bool:
         """As ``enter``, without waiting: False, and nothing has happened, if it would have to wait (``full``)."""
-        if self.inflight >= self._max_inflight or self._queue:
+        if self.inflight >= self._max_inflight or self._queue.places:
             return False
         account, _ = self._checked(entry)
         self.inflight += 1
@@ -209,7 +209,7 @@ class Admission:
         now_s = self._clock.monotonic()
         entry.account = None
         account.served(tokens, now_s)
-        if self._queue:
+        if self._queue.places:
             self._between_s += (now_s - self._left_s - self._between_s) * _NEWEST
             self._pass_on()
         else:

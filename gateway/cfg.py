@@ -24,9 +24,9 @@ def companion_id(request_id: str, role: str) -> str:
 
 def roles(step: StageStep, prompt: prompt_pb2.Prompt) -> tuple[str, ...]:
     """The companions of a request at a stage: none where nobody reads them."""
-    plan = step.stage.companions
-    if not plan.roles or not step.is_entry or not step.outputs:
+    if not step.companions:
         return ()
+    plan = step.stage.companions
     return tuple(role for role in plan.roles if _has(role, plan, prompt))
 
 

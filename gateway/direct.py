@@ -51,13 +51,13 @@ class DirectRequest(RequestState):
         self.assignment = assignment
         self.session = session
         self.session_breaks = session.breaks
-        self.ref = session.record.ref
+        self.ref = session.ref
         self.call_id = 0
         self.emitted = Emitted()
         self.deadline: asyncio.TimerHandle | None = None
         self._notes_output = notes_output
         self._recent = self.emitted.recent
-        self._is_text = plan.steps[0].stage.final_output_type == "text"
+        self._is_text = plan.steps[0].makes_text
         self._calling = True
         self._taken_over = False
         self._on_end = on_end
@@ -147,9 +147,8 @@ class DirectCalls:
         """Take a place for it; None, and nothing is taken, if there is more to it, or anything to wait for."""
         if len(plan.steps) != 1 or spec.session_id or cfg.roles(plan.steps[0], spec.prompt):
             return None
-        router, stage_id = self._router, plan.steps[0].stage_id
-        key = (spec.graph.name, stage_id)
-        assignment = router.try_pick(key, spec.wire_id or spec.request_id, hint=router.hint(key, spec.prompt))
+        key = (spec.graph.name, plan.steps[0].stage_id)
+        assignment = self._router.try_pick_any(key, spec.wire_id or spec.request_id, spec.prompt)
         if assignment is None:
             return None
         session = assignment.slot.session

@@ -210,7 +210,7 @@ class Execution:
         usage.completion_tokens += finish.completion_tokens
         if step.is_entry:
             usage.prompt_tokens += finish.prompt_tokens
-        is_text = step.stage.final_output_type == "text"
+        is_text = step.makes_text
         if is_text:
             usage.text_tokens += finish.completion_tokens
         # The reason that clients look for is that of the text ("length": cut off); else of whatever they get.

@@ -41,12 +41,13 @@ class FairQueue(Generic[T]):
 
     def __init__(self) -> None:
         self._classes: Sequence[_Class[T]] = tuple(_Class() for _ in Priority)
-        self._where: dict[T, tuple[Priority, str]] = {}
+        self.places: dict[T, tuple[Priority, str]] = {}
+        """Who waits, and where; for others to look at."""
         self._now = 0
         """Virtual time: that of the latest turn."""
 
     def __len__(self) -> int:
-        return len(self._where)
+        return len(self.places)
 
     def count(self, priority: Priority) -> int:
         """How many of one class wait."""
@@ -54,13 +55,13 @@ class FairQueue(Generic[T]):
 
     def push(self, item: T, priority: Priority, key: str) -> None:
         """Put ``item``, which must not be here, behind those of its key."""
-        assert item not in self._where
+        assert item not in self.places
         own = self._classes[priority]
         if not own.count:
             own.turn = max(own.turn, self._now)  # turns that it did not want are not saved up
         own.count += 1
         own.keys.setdefault(key, OrderedDict())[item] = None
-        self._where[item] = (priority, key)
+        self.places[item] = (priority, key)
 
     def pop(self) -> T | None:
         """Take out whose turn it is; None if nobody waits."""
@@ -83,7 +84,7 @@ class FairQueue(Generic[T]):
 
     def remove(self, item: T) -> bool:
         """Take ``item`` out; False if it is not here."""
-        where = self._where.pop(item, None)
+        where = self.places.pop(item, None)
         if where is None:
             return False
         priority, key = where

@@ -18,6 +18,8 @@ class StageStep:
     """One needed stage of a request."""
 
     stage: pipeline_pb2.Stage
+    stage_id: int
+    """Logical stage id."""
     inputs: tuple[pipeline_pb2.Edge, ...]
     """Edges from needed stages, by ascending producer."""
     outputs: tuple[pipeline_pb2.Edge, ...]
@@ -25,11 +27,10 @@ class StageStep:
     is_entry: bool
     emits: bool
     """Its output goes to the client."""
-
-    @property
-    def stage_id(self) -> int:
-        """Logical stage id."""
-        return self.stage.stage_id
+    makes_text: bool
+    """That output is text."""
+    companions: bool
+    """A request may have some here."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,12 +131,18 @@ class PipelineGraph:
 
     def _step(self, stage_id: int, entry: int, needed: set[int], emitters: set[int]) -> StageStep:
         edges = [e for e in self.pipeline.edges if e.from_stage in needed and e.to_stage in needed]
+        stage = self.stages[stage_id]
+        outputs = tuple(sorted((e for e in edges if e.from_stage == stage_id), key=lambda e: e.to_stage))
         return StageStep(
-            stage=self.stages[stage_id],
+            stage=stage,
+            stage_id=stage_id,
             inputs=tuple(sorted((e for e in edges if e.to_stage == stage_id), key=lambda e: e.from_stage)),
-            outputs=tuple(sorted((e for e in edges if e.from_stage == stage_id), key=lambda e: e.to_stage)),
+            outputs=outputs,
             is_entry=stage_id == entry,
             emits=stage_id in emitters,
+            makes_text=stage.final_output_type == "text",
+            # Whose input and output nobody else sees, nobody compares.
+            companions=bool(stage.companions.roles) and stage_id == entry and bool(outputs),
         )
 
     def _closure(self, start: set[int], *, forward: bool) -> set[int]:

@@ -72,6 +72,7 @@ class ReplicaSession:
         """``dial`` tells how to reach an endpoint with the stream, ``connect`` makes a channel for RPCs beside it; both
         may raise ``OmniError``. ``hung_after_s``: 0 never takes the replica for hung."""
         self.record = record
+        self.ref = record.ref
         self.connected = False
         self.breaks = 0
         """How often the stream was lost: what the replica held for calls of before is gone."""

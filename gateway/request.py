@@ -120,11 +120,14 @@ class RequestState:
     __slots__ = (
         "__weakref__", "_buffer_limit_bytes", "_buffered_bytes", "_consumer", "_flusher", "_loop", "_noted", "_outputs",
         "_queued", "_wake", "_wake_on_output", "companions", "delivered", "error", "finish_reason", "first_output_s",
-        "flushed_s", "plan", "replays", "spec", "started_s", "status", "stoppable", "trace", "usage", "wire_id",
+        "flushed_s", "plan", "replays", "request_id", "spec", "started_s", "status", "stoppable", "trace", "usage",
+        "wire_id",
     )  # fmt: skip
 
     def __init__(self, spec: RequestSpec, plan: RoutePlan, *, buffer_limit_bytes: int) -> None:
         self.spec = spec
+        self.request_id = spec.request_id
+        """As the client knows it."""
         self.plan = plan
         self.wire_id = spec.wire_id or spec.request_id
         self.status = "running"
@@ -156,11 +159,6 @@ class RequestState:
         self._queued = False  # at the flusher
         self.flushed_s = 0.0
         """When an attached consumer was called last; monotonic."""
-
-    @property
-    def request_id(self) -> str:
-        """As the client knows it."""
-        return self.spec.request_id
 
     @property
     def ended(self) -> bool:

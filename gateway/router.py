@@ -135,6 +135,15 @@ class Router:
             self._log_route(pool, assignment)
         return assignment
 
+    def try_pick_any(self, key: StageKey, request_id: str, prompt: prompt_pb2.Prompt) -> Assignment | None:
+        """As ``try_pick`` for a request that follows nothing, with the hint that it needs: what most requests are."""
+        pool = self._known(key)
+        hint = self.hint(key, prompt) if pool.by_prefix else NO_HINT
+        assignment = pool.try_pick(request_id, hint=hint)
+        if assignment is not None and _log.wants_debug:
+            self._log_route(pool, assignment)
+        return assignment
+
     def _known(self, key: StageKey) -> StagePool:
         if (pool := self.pools.get(key)) is not None:
             return pool

@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 from typing import Any
 
-from gateway.balancers import NO_HINT, Balancer, Hint
+from gateway.balancers import NO_HINT, Balancer, Hint, PrefixAffinityBalancer
 from gateway.replica_session import ReplicaSession
 from gateway.replica_table import Claim, ReplicaKey, ReplicaView, StageKey
 from gateway.topology import Distances
@@ -154,7 +154,7 @@ class StagePool:
         self._max_sessions = max_sessions
         self._max_waiting = max_waiting
         self.slots: dict[ReplicaKey, ReplicaSlot] = {}
-        self._balancer = balancer
+        self.use(balancer)
         self._clock = clock
         self._healthy: list[ReplicaSlot] = []
         self._suspect: list[ReplicaSlot] = []
@@ -170,6 +170,7 @@ class StagePool:
     def use(self, balancer: Balancer) -> None:
         """Another policy, from the next pick on. Bindings and sessions stay."""
         self._balancer = balancer
+        self.by_prefix = balancer.name == PrefixAffinityBalancer.name
 
     @property
     def bound_requests(self) -> int:
