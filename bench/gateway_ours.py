@@ -1,6 +1,7 @@
 """Our side of bench.gateway: the real services, with two workers a model behind the gateway, and every feature on.
 
-API keys, metrics, admission, routing and the timelines of requests are on, as they are by default or in production.
+API keys, metrics, admission, routing, the timelines of requests and traces of one in a hundred are on, as they are by
+default or in production. The collector of traces shares the core of load and workers.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Ours:
         self._key = api_keys.new_key()
         self._workers: dict[str, list[Service]] = {}
         self.control_plane = ""
+        self._collector = ""
 
     def _start(self, name: str, service: str, *flags: str, env: Mapping[str, str] | None = None) -> Service:
         argv = [sys.executable, "-m", "omniplane", service, *flags, "--die-with-parent"]
@@ -80,14 +82,18 @@ class Ours:
             assert isinstance(endpoints, list)
             flags = ("--listen", "127.0.0.1:0", "--etcd", str(endpoints[0]))
             control_plane = self._start("control-plane", "control-plane", *flags)
+            sink = Service("traces", [sys.executable, "-m", "bench.trace_sink"], self._run_dir)
+            self._services.callback(sink.stop)
         self.control_plane = str((await control_plane.ready())["address"])
+        self._collector = f"http://{(await sink.ready())['address']}"
 
     async def start_gateway(self, name: str, *flags: str) -> Gateway:
         """One more gateway."""
         own = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--control-plane", self.control_plane)
         keys = ("--api-keys", str(self._keys_file), "--log-level", "warning")
+        traces = ("--trace-endpoint", self._collector, "--trace-sample", "0.01")
         with on_cores(self._stage):
-            gateway = self._start(name, "gateway", *own, *keys, *flags)
+            gateway = self._start(name, "gateway", *own, *keys, *traces, *flags)
         ready = await gateway.ready()
         port = int(str(ready["http"]).rsplit(":", 1)[1])
         return Gateway(port, str(ready["grpc"]), gateway.process.pid, [f"Authorization: Bearer {self._key}"])
