@@ -171,6 +171,7 @@ class StagePool:
         """Another policy, from the next pick on. Bindings and sessions stay."""
         self._balancer = balancer
         self.by_prefix = balancer.name == PrefixAffinityBalancer.name
+        """It looks at prompts: a pick needs a hint."""
 
     @property
     def bound_requests(self) -> int:
