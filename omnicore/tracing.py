@@ -20,7 +20,7 @@ _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f
 _LONGEST_TRACESTATE = 512
 """Of which W3C wants at least so much passed on; what is longer is not."""
 _MOST_MEMBERS = 32
-"""Of a tracestate, and what each of them is: W3C Trace Context, 3.3.1."""
+"""Of a tracestate, and what each of them is: as W3C Trace Context has it."""
 _MEMBER = re.compile(
     r"([a-z][_0-9a-z*/-]{0,255}|[a-z0-9][_0-9a-z*/-]{0,240}@[a-z][_0-9a-z*/-]{0,13})"
     r"=[ -+\--<>-~]{0,255}[!-+\--<>-~]"
