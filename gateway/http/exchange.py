@@ -24,6 +24,7 @@ _PRINTABLE = re.compile(rb"[!-~]+")
 _JSON = (b"content-type", b"application/json")
 JSON_HEADERS = (_JSON,)
 """Of a whole response as JSON; given to ``respond`` as this very object, it is written fastest."""
+_KEPT_BYTES = 512  # of a target whose parts are kept: 256 of the longest would be 100 MB
 # How the end of a body is told.
 _BY_LENGTH, _CHUNKED, _BY_CLOSE, _NONE = range(4)
 
@@ -93,7 +94,7 @@ class Exchange:
         """``headers`` by lower-case name; of those that came more than once, the values joined by commas."""
         self.method = method
         self.headers = headers
-        self.raw_path, self.raw_query, self.path = _split(target)
+        self.raw_path, self.raw_query, self.path = (_split_known if len(target) <= _KEPT_BYTES else _split)(target)
         """As they came: percent-encoded, the query without its question mark; and the path decoded."""
         self.path_params: dict[str, str] = {}
         """What the parameters of the matching path template stand for."""
@@ -393,7 +394,6 @@ def _too_large(limit_bytes: int) -> errors.InvalidRequestError:
     return errors.InvalidRequestError.field("body", f"must be at most {limit_bytes} bytes", reason="BODY_TOO_LARGE")
 
 
-@functools.lru_cache(maxsize=256)
 def _split(target: bytes) -> tuple[str, str, str]:
     """Path and query string of a request's target, which may be a whole URL; and the path decoded."""
     text = target.decode("latin-1")
@@ -401,3 +401,6 @@ def _split(target: bytes) -> tuple[str, str, str]:
         text = "/" + text.partition("://")[2].partition("/")[2]
     path, _, query = text.partition("?")
     return path, query, urllib.parse.unquote(path) if "%" in path else path
+
+
+_split_known = functools.lru_cache(maxsize=256)(_split)

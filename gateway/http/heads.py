@@ -12,7 +12,10 @@ from typing import NamedTuple
 
 MOST_HEADS = 1024
 MAX_BYTES = 4096
-"""Of a head that is kept: with ``MOST_HEADS`` at most 4 MiB, and a token does not fill it."""
+"""Of a head that is kept: a token does not fill it."""
+MOST_HEADERS = 40
+"""Of a head that is kept: more than clients send. Taken apart, ``MOST_HEADS`` of them are less than 16 MiB then; with
+headers of a few bytes each they would be 70."""
 _LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,15})\r\n")
 _END = b"\r\n\r\n"
 # What says more of this one request than how long it is, or changes what a parser makes of the bytes behind it.
@@ -67,7 +70,7 @@ class KnownHeads:
         A key has one place where digits were cut out. Two headers of that name are refused by the parser, so digits put
         there again make a head that it would read in the same way.
         """
-        if any(name in head.headers for name in _OF_ONE_REQUEST):
+        if len(head.headers) > MOST_HEADERS or any(name in head.headers for name in _OF_ONE_REQUEST):
             return
         if len(self._known) >= MOST_HEADS:
             self._known.clear()

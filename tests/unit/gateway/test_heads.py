@@ -157,6 +157,8 @@ def test_what_is_kept_is_bounded_and_ordinary() -> None:
     assert known.get(b"%d" % heads.MOST_HEADS) is not None
     known.keep(b"k", Head("GET", b"/", {b"traceparent": b"x"}))
     assert known.get(b"k") is None
+    known.keep(b"k", Head("GET", b"/", {b"%d" % number: b"" for number in range(heads.MOST_HEADERS + 1)}))
+    assert known.get(b"k") is None
 
 
 def test_bytes_within_a_head_that_began_behind_another_request_are_no_request() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tracemalloc
 from typing import Any
 
 import orjson
@@ -211,6 +212,18 @@ async def test_a_whole_body_may_still_be_read_until_it_is_dropped() -> None:
     assert dropped.whole_json == b"{}"
     dropped.drop_body()
     assert await dropped.read_body(100) == b""
+
+
+def test_of_long_targets_nothing_is_kept() -> None:
+    wire, long = _Wire(), b"%F0%9F%98%80" + b"a" * 60_000  # four bytes a character, once decoded
+    tracemalloc.start()
+    try:
+        for number in range(50):
+            assert Exchange(wire, "GET", b"/%d" % number + long, {}).path.endswith("a")
+        kept_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept_bytes < 2_000_000, "one of them is 0.3 MB"
 
 
 def test_ids_are_all_different() -> None:
