@@ -148,7 +148,8 @@ def parse(flag: str, content: bytes) -> KeyTable:
         for name in (key.id, key.sha256):
             if name in lines:
                 what = f"id {key.id!r}" if name == key.id else "key"
-                raise InvalidRequestError.field(flag, f"line {number} of the file: its {what} is that of {lines[name]}")
+                told = f"line {number} of the file: its {what} is in line {lines[name]} already"
+                raise InvalidRequestError.field(flag, told)
             lines[name] = number
         keys[digest] = key
     if not keys:

@@ -82,8 +82,8 @@ def test_a_wrong_line_is_named_and_not_shown(fields: dict[str, object], message:
         (b"# none yet\n", "holds no key"),
         (b"omni_secret", "line 1 of the file: not JSON"),
         (b'["omni_secret"]', "must be a JSON object"),
-        (f'{{"id":"a","sha256":"{DIGEST}"}}\n{{"id":"a","sha256":"{"b" * 64}"}}'.encode(), "its id 'a' is that of 1"),
-        (f'{{"id":"a","sha256":"{DIGEST}"}}\n{{"id":"b","sha256":"{DIGEST}"}}'.encode(), "its key is that of 1"),
+        (f'{{"id":"a","sha256":"{DIGEST}"}}\n{{"id":"a","sha256":"{"b" * 64}"}}'.encode(), "its id 'a' is in line 1"),
+        (f'{{"id":"a","sha256":"{DIGEST}"}}\n{{"id":"b","sha256":"{DIGEST}"}}'.encode(), "its key is in line 1"),
     ],
 )
 def test_wrong_files(content: bytes, message: str) -> None:

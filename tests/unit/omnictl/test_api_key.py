@@ -29,7 +29,7 @@ def test_create_appends_a_line_that_finds_the_key(tmp_path: Path, capsys: pytest
 
     before = path.read_bytes()
     assert main(words) == 2, "an id is given once"
-    assert "its id 'alice' is that of 1" in capsys.readouterr().err
+    assert "its id 'alice' is in line 1 already" in capsys.readouterr().err
     assert path.read_bytes() == before
 
 
