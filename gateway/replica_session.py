@@ -73,6 +73,7 @@ class ReplicaSession:
         may raise ``OmniError``. ``hung_after_s``: 0 never takes the replica for hung."""
         self.record = record
         self.ref = record.ref
+        """Of ``record``: read with every request."""
         self.connected = False
         self.breaks = 0
         """How often the stream was lost: what the replica held for calls of before is gone."""

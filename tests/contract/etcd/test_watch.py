@@ -15,6 +15,8 @@ from control_plane.etcd import (
     EventKind,
     WatchBatch,
     WatchEvent,
+    WriteOutcomeUnknown,
+    create_revision_is,
     op_delete,
     op_put,
 )
@@ -43,9 +45,17 @@ async def _next_events(watch: AsyncIterator[WatchBatch]) -> WatchBatch:
 
 
 async def _fill(client: EtcdClient, count: int) -> None:
+    """Each key once, also where a slow disk leaves open whether a write was done."""
+
+    async def create(key: str) -> None:
+        while True:
+            with contextlib.suppress(WriteOutcomeUnknown):
+                await client.txn([create_revision_is(key, 0)], [op_put(key, b"x" * 100)])
+                return
+
     async def write(worker: int, step: int) -> None:
         for number in range(worker, count, step):
-            await client.put(f"k/{number}", b"x" * 100)
+            await create(f"k/{number}")
 
     await asyncio.gather(*(write(worker, 64) for worker in range(64)))
 
