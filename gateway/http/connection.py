@@ -20,7 +20,6 @@ from typing import Any, Protocol, cast
 import httptools
 
 from gateway.http.exchange import Credentials, Exchange
-from gateway.http.heads import Cut, Head, KnownHeads, cut
 from gateway.http.responses import error_response
 from omnicore import errors
 from omnicore.log import get_logger
@@ -63,7 +62,6 @@ class Registry(Protocol):
     """No connection shall take a further request."""
 
     answer_now: AnswerNow
-    heads: KnownHeads
 
     def add(self, connection: Connection) -> None:
         """It is open."""
@@ -78,10 +76,9 @@ class Connection(asyncio.Protocol):
     """One connection. A single timer looks after it, so that requests arm none."""
 
     __slots__ = (
-        "__weakref__", "_app", "_between", "_current", "_deaf", "_drained", "_head_bytes", "_headers", "_incoming",
-        "_last_head", "_limits_s", "_loop", "_parser", "_phase", "_reading", "_refusal", "_registry", "_since_s",
-        "_task", "_timer", "_transport", "_unparsed_bytes", "_unsent", "_unstarted", "_url", "_waiting", "congested",
-        "credentials", "lost",
+        "__weakref__", "_app", "_current", "_deaf", "_drained", "_head_bytes", "_headers", "_incoming", "_limits_s",
+        "_loop", "_parser", "_phase", "_reading", "_refusal", "_registry", "_since_s", "_task", "_timer", "_transport",
+        "_unparsed_bytes", "_unsent", "_unstarted", "_url", "_waiting", "congested", "credentials", "lost",
     )  # fmt: skip
 
     head_timeout_s = HEAD_TIMEOUT_S
@@ -95,13 +92,11 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._parser: Any = httptools.HttpRequestParser(self)
-        self._between = True  # the parser has told the end of all that it told the begin of
         self._phase = _HEAD
         self._since_s = self._loop.time()
         self._head_bytes = self._unparsed_bytes = 0
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
-        self._last_head = b""  # of the last request that was parsed in one piece
         self._incoming: Exchange | None = None  # its body is being received
         self._current: Exchange | None = None  # it is being answered
         self._unstarted: Exchange | None = None  # the same, for as long as nobody has been told
@@ -149,40 +144,14 @@ class Connection(asyncio.Protocol):
             if self._unparsed_bytes > _LINGER_BYTES:
                 self._abort()
             return
-        whole: Cut | None = None
-        if self._current is None:
-            if self._between and not self._unparsed_bytes and self._phase <= _HEAD:
-                whole = cut(data)
-                if whole is not None and (head := self._registry.heads.get(whole.key)) is not None:
-                    self._begin_known(head, whole)
-                    return
-            if self._phase == _IDLE:
-                self._begin_head()  # also if it is but line ends, of which the parser says nothing
+        if self._phase == _IDLE and self._current is None:
+            self._begin_head()  # also if it is but line ends, of which the parser says nothing
         self._unparsed_bytes += len(data)
         try:
             self._feed(data)
         finally:
             if self._unstarted is not None:  # now that its body may be there as well
-                if whole is not None:
-                    self._keep(whole, self._unstarted)
                 self._start()
-
-    def _begin_known(self, head: Head, whole: Cut) -> None:
-        """A request whose head was parsed before. The parser, which waits for the next one, hears nothing of it."""
-        self._phase, self._since_s = _IDLE, self._loop.time()
-        exchange = Exchange(self, head.method, head.target, {**head.headers, b"content-length": whole.length})
-        exchange.keep_alive = True
-        exchange.feed(whole.body)
-        exchange.complete_body()
-        self._begin(exchange)
-        self._start()
-
-    def _keep(self, whole: Cut, exchange: Exchange) -> None:
-        """If its head comes once more, it need not be parsed again."""
-        if whole.key != self._last_head:
-            self._last_head = whole.key
-        elif exchange.keep_alive and self._phase == _IDLE and not self._waiting:  # the parser saw it as ``cut`` did
-            self._registry.heads.keep(whole.key, Head(exchange.method, self._url, exchange.headers))
 
     def _feed(self, data: bytes) -> None:
         try:
@@ -211,7 +180,6 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         """A request begins, perhaps behind one that is being answered."""
-        self._between = False
         if self._phase != _HEAD:
             self._begin_head()
         self._url, self._headers = b"", {}
@@ -267,7 +235,6 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """Nothing more is waited for."""
-        self._between = True
         self._phase, self._since_s = _IDLE, self._loop.time()
         exchange, self._incoming = self._incoming, None
         if exchange is not None:

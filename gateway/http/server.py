@@ -7,7 +7,6 @@ import socket
 import ssl
 
 from gateway.http.connection import AnswerNow, Application, Connection
-from gateway.http.heads import KnownHeads
 from omnicore import errors
 
 _BACKLOG = 2048
@@ -34,7 +33,6 @@ class HttpServer:
         """No connection shall take a further request."""
         self.answer_now = answer_now
         """Tried before ``app``."""
-        self.heads = KnownHeads()
         self._app = app
         self._protocol = protocol
         self._tls = tls
