@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Set as AbstractSet
 
 import pytest
 
@@ -13,10 +14,10 @@ R, F, L, W = Standing.RUNNING, Standing.FINISHED, Standing.LOST, Standing.WAITIN
 
 def chain(
     *standings: Standing,
-    unreadable: set[int] = frozenset(),  # type: ignore[assignment]
-    emits: set[int] = frozenset(),  # type: ignore[assignment]
-    repeats: set[int] = frozenset(),  # type: ignore[assignment]
-    takes: set[int] = frozenset(),  # type: ignore[assignment]
+    unreadable: AbstractSet[int] = frozenset(),
+    emits: AbstractSet[int] = frozenset(),
+    repeats: AbstractSet[int] = frozenset(),
+    takes: AbstractSet[int] = frozenset(),
 ) -> list[StageFacts]:
     """thinker → talker → code2wav…; stages in ``emits`` have given output, of the first with its tokens."""
     return [
