@@ -71,10 +71,14 @@ class ReplicaFanout(Fanout[Change, Pipelines]):
         """Replicas that came, changed or went."""
         change = delta.content
         changed = [self._encoded(row) for row in change.replicas if _wanted(row, group)]
-        removed = [row.replica.ref for row in change.replicas_gone if _wanted(row, group)]
-        if not changed and not removed:
+        gone = [row.replica for row in change.replicas_gone if _wanted(row, group)]
+        if not changed and not gone:
             return b""
-        head = registry_pb.WatchReplicasResponse(revision=delta.revision, removed=removed)
+        head = registry_pb.WatchReplicasResponse(
+            revision=delta.revision,
+            removed=[replica.ref for replica in gone],
+            lapsed=[replica.ref for replica in gone if not self._table.is_evicted(replica.instance_uuid)],
+        )
         return frames.frame(head, changed)
 
     def merge(self, changes: Sequence[Change]) -> Change:

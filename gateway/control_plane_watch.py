@@ -136,6 +136,7 @@ class ControlPlaneWatch:
             self._table.apply_replicas(
                 message.changed,
                 message.removed,
+                lapsed=message.lapsed,
                 snapshot=message.snapshot,
                 revision=message.revision,
                 stale=message.stale,

@@ -4,9 +4,10 @@ The table is fed by ``ControlPlaneWatch`` with what a control plane sends, and b
 session that broke, or a worker that said it is draining. Such an override holds for that claim (id and epoch) until a
 newer fact: the session is up again, or another instance holds the id.
 
-A snapshot that lacks a replica takes it away, but for one that we are in touch with: while no control plane ran, its
-lease could end though it served us all the time, and it will claim its place anew within seconds of being told. Until
-then, and for ``UNCLAIMED_S`` at most, it stays as a suspect: taken only if nothing better is left.
+A snapshot that lacks a replica, or a change that says that its claim has lapsed, takes it away, but for one that we are
+in touch with: while no control plane ran, or none reached its store, its lease could end though it served us all the
+time, and it will claim its place anew within seconds of being told. Until then, and for ``UNCLAIMED_S`` at most, it
+stays as a suspect: taken only if nothing better is left. One that an operator took away is gone at once.
 
 Guarantees: records are never changed in place; listeners are called synchronously, in the order of the changes, and
 see the table as it is after the change. Not guaranteed: that a replica shown as routable still is.
@@ -165,25 +166,26 @@ class ReplicaTable:
         snapshot: bool,
         revision: int,
         stale: bool,
+        lapsed: Iterable[types_pb2.ReplicaRef] = (),
     ) -> None:
         """Take in one message of WatchReplicas.
 
         A snapshot that its sender calls stale never takes replicas away: a control plane that was restarted while its
-        store is down knows less than we do. Nor does any snapshot at once take away who serves us.
+        store is down knows less than we do. Nor does any snapshot, or a claim that lapsed (``lapsed`` are some of
+        ``removed``), at once take away who serves us.
         """
         now_s = self._clock.monotonic()
         records = {replica_key(record.ref): record for record in changed}
         self.revision, self.stale = revision, stale
+        by_themselves = {(*replica_key(ref), ref.epoch) for ref in lapsed}
         for ref in removed:
             view = self.replicas.get(replica_key(ref))
             # An older instance going away says nothing about the one that holds its id now.
             if view is not None and (ref.epoch == 0 or ref.epoch >= view.epoch):
-                self._set(view.key, None)
+                self._lose(view, now_s, keep=view.claim in by_themselves)
         if snapshot and not stale:
             for key in [key for key in self.replicas if key not in records]:
-                view = self.replicas[key]
-                kept = dataclasses.replace(view, unclaimed_s=now_s if view.unclaimed_s is None else view.unclaimed_s)
-                self._set(key, kept if self._serves(view) else None)
+                self._lose(self.replicas[key], now_s, keep=True)
         self._drop_unclaimed(records, now_s)
         for key, record in records.items():
             old = self.replicas.get(key)
@@ -196,20 +198,26 @@ class ReplicaTable:
                 before = ReplicaView(record) if moved else old
                 self._set(key, dataclasses.replace(before, record=record, lacking=lacking, unclaimed_s=None))
 
-    def _serves(self, view: ReplicaView) -> bool:
-        """We are in touch with it, and neither the registry nor its session said a word against it."""
-        return view.routable and not view.unresponsive and self.in_touch(view.claim)
+    def _lose(self, view: ReplicaView, now_s: float, *, keep: bool) -> None:
+        """The registry has no claim of it. ``keep``: for a while, if we are in touch with it, and neither the registry
+        nor its session said a word against it."""
+        if keep and view.routable and not view.unresponsive and self.in_touch(view.claim):
+            self._set(view.key, view if view.unclaimed_s is not None else dataclasses.replace(view, unclaimed_s=now_s))
+        else:
+            self._set(view.key, None)
 
     def _drop_unclaimed(self, records: dict[ReplicaKey, types_pb2.Replica], now_s: float) -> None:
-        """Those that had their time, or have another place by now. Every message comes here, bookmarks too."""
+        """Those that had their time, are not to be used any more, or have another place by now. Every message comes
+        here, bookmarks too."""
         if not self._unclaimed:
             return
-        elsewhere = {record.instance_uuid for record in records.values()}
+        claimed = [view.record for view in self.replicas.values() if view.unclaimed_s is None]
+        elsewhere = {record.instance_uuid for record in (*claimed, *records.values())}
         for key in self._unclaimed - records.keys():
             view = self.replicas[key]
             assert view.unclaimed_s is not None
             moved = view.record.instance_uuid and view.record.instance_uuid in elsewhere
-            if moved or now_s - view.unclaimed_s >= UNCLAIMED_S:
+            if moved or not view.routable or now_s - view.unclaimed_s >= UNCLAIMED_S:
                 self._set(key, None)
 
     # -- facts from sessions --

@@ -92,6 +92,8 @@ async def test_it_is_claimed_anew_once_and_requests_go_on(services: Services) ->
             assert (again.text, again.finish, again.errors) == (answer.text, answer.finish, [])
             epochs = {replica.ref.epoch for frame in watcher.frames for replica in frame.changed}
             assert len(epochs) == 2, "once"
+            lapsed = [ref.epoch for frame in watcher.frames for ref in frame.lapsed]
+            assert lapsed in ([epoch], []), "no operator's doing; none if the next claim came with it"
             assert set(watcher.table) == {("demo", 0, 0)}
         assert worker.running
         record = await etcd.get(RECORD)

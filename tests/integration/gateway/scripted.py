@@ -253,11 +253,15 @@ class ScriptedControlPlane(
         self.revision += 1
         self._push(registry_service_pb2.WatchReplicasResponse(revision=self.revision, changed=[replica]))
 
-    def remove(self, ref: types_pb2.ReplicaRef) -> None:
-        """Deregister a replica."""
+    def remove(self, ref: types_pb2.ReplicaRef, *, lapsed: bool = False) -> None:
+        """Take a replica away. ``lapsed``: not by an operator's wish."""
         self.replicas.pop((ref.stage.pipeline, ref.stage.stage_id, ref.replica_id), None)
         self.revision += 1
-        self._push(registry_service_pb2.WatchReplicasResponse(revision=self.revision, removed=[ref]))
+        self._push(
+            registry_service_pb2.WatchReplicasResponse(
+                revision=self.revision, removed=[ref], lapsed=[ref] if lapsed else []
+            )
+        )
 
     def _push(self, message: registry_service_pb2.WatchReplicasResponse) -> None:
         for watcher in self._watchers:

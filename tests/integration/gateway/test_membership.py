@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
+
 from omni.v1 import stage_service_pb2, types_pb2
 from tests.integration.gateway.conftest import Stand, running_stand
 from tests.integration.gateway.scripts import hang, held, silent, speak, tokens
@@ -91,8 +93,11 @@ async def test_64_idle_replicas_cost_next_to_nothing(stand: Stand) -> None:
     assert min(shares) < 0.05
 
 
-async def test_a_control_plane_that_comes_back_without_claims_takes_nobody_away_who_serves(stand: Stand) -> None:
-    """All leases end while no control plane runs for longer than they live; workers claim anew a little later."""
+@pytest.mark.parametrize("back", ["after leases have ended", "just before", "and has stood still"])
+async def test_a_control_plane_that_comes_back_without_claims_takes_nobody_away_who_serves(
+    stand: Stand, back: str
+) -> None:
+    """All leases end while no control plane refreshes them; workers claim anew a little later."""
     go = asyncio.Event()
     worker = await stand.cluster.add("text", 0, held(go, tokens(2)))
     await stand.ready("text")
@@ -100,11 +105,16 @@ async def test_a_control_plane_that_comes_back_without_claims_takes_nobody_away_
     port = int(control_plane.address.rpartition(":")[2])
     begun = asyncio.create_task(stand.chat("text"))
     await wait_until(lambda: bool(worker.running), what="call")
-    await control_plane.stop()
-    await wait_until(lambda: not stand.gateway.watch.connected, what="loss noticed")
-    control_plane.replicas.clear()
-    await control_plane.start(port)
-    await wait_until(lambda: pool.routable == 1 and pool.healthy == 0, what="a suspect: the snapshot lacks it")
+    if back != "and has stood still":
+        await control_plane.stop()
+        await wait_until(lambda: not stand.gateway.watch.connected, what="loss noticed")
+        if back == "after leases have ended":
+            control_plane.replicas.clear()
+        await control_plane.start(port)
+    if back != "after leases have ended":
+        await wait_until(lambda: stand.gateway.watch.connected, what="a view with it")
+        control_plane.remove(worker.ref, lapsed=True)
+    await wait_until(lambda: pool.routable == 1 and pool.healthy == 0, what="a suspect: it has no claim")
     meanwhile = asyncio.create_task(stand.chat("text"))
     await wait_until(lambda: len(worker.calls) == 2, what="the next call there")
 

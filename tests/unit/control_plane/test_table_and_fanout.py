@@ -221,6 +221,16 @@ class TestReplicaFanout:
         await reader.next()
         assert set(reader.seen) == {7}
 
+    async def test_who_was_evicted_has_not_lapsed(self) -> None:
+        table = table_with(0, 1, 2)
+        reader = Reader(ReplicaFanout(table))
+        await reader.next()
+        eviction = KeyValue(KEYS.eviction(str(uuid.UUID(int=1))), b"{}", 12, 12, 1, 9)
+        table.apply(WatchBatch(12, [delete(kv(0, 5), 11), put(eviction), delete(kv(1, 5), 12)]))
+        delta = await reader.next()
+        assert [ref.replica_id for ref in delta.removed] == [0, 1]
+        assert [(ref.replica_id, ref.epoch) for ref in delta.lapsed] == [(0, 5)]
+
     async def test_resume_gets_what_was_missed_or_a_snapshot(self) -> None:
         table = table_with(0)
         fanout = ReplicaFanout(table, history=2)

@@ -53,10 +53,21 @@ def apply(
     made: ReplicaTable,
     *changed: types_pb2.Replica,
     removed: Sequence[types_pb2.ReplicaRef] = (),
+    lapsed: Sequence[types_pb2.ReplicaRef] = (),
     snapshot: bool = False,
     stale: bool = False,
 ) -> None:
-    made.apply_replicas(changed, removed, snapshot=snapshot, revision=made.revision + 1, stale=stale)
+    revision = made.revision + 1
+    made.apply_replicas(changed, removed, lapsed=lapsed, snapshot=snapshot, revision=revision, stale=stale)
+
+
+def lose(made: ReplicaTable, replica_id: int, epoch: int, how: str) -> None:
+    """A control plane is back and has no claim of it: it looks after the lease has ended, or before."""
+    if how == "snapshot":
+        apply(made, snapshot=True)
+    else:
+        ref = replica(replica_id, epoch).ref
+        apply(made, removed=[ref], lapsed=[ref])
 
 
 def test_a_snapshot_replaces() -> None:
@@ -75,13 +86,15 @@ def test_a_stale_snapshot_takes_nothing_away() -> None:
     assert len(made.replicas) == 1
 
 
-def test_who_serves_us_outlives_a_snapshot_without_it_as_a_suspect_for_a_while() -> None:
+@pytest.mark.parametrize("how", ["snapshot", "change"])
+def test_who_serves_us_outlives_its_claim_as_a_suspect_for_a_while(how: str) -> None:
     clock = ManualClock()
     made = ReplicaTable(clock)
     key, other = ("text", 0, 0), ("text", 0, 1)
     made.in_touch = lambda claim: claim == (*key, 5)
     apply(made, replica(0, 5), replica(1, 6), snapshot=True)
-    apply(made, snapshot=True)  # of a control plane that found no claims: all leases ended while there was none
+    lose(made, 1, 6, how)
+    lose(made, 0, 5, how)
     assert list(made.replicas) == [key], "with the other one nobody is in touch"
     assert other not in made.replicas
     assert made.replicas[key].routable
@@ -93,9 +106,9 @@ def test_who_serves_us_outlives_a_snapshot_without_it_as_a_suspect_for_a_while()
     assert not made.replicas[key].suspect, "it has a claim again"
 
     made.in_touch = lambda claim: True
-    apply(made, snapshot=True)
+    lose(made, 0, 9, how)
     clock.advance(UNCLAIMED_S - 0.1)
-    apply(made, snapshot=True)  # another one does not begin the time anew
+    lose(made, 0, 9, how)  # another one does not begin the time anew
     assert key in made.replicas
     clock.advance(0.1)
     apply(made)  # a bookmark
@@ -123,8 +136,49 @@ def test_who_has_no_claim_goes_when_it_is_known_to() -> None:
     assert not made.replicas[key].suspect, "the claim was there after all"
 
 
+def test_who_has_another_place_before_it_loses_the_first() -> None:
+    made, _ = table()
+    made.in_touch = lambda claim: True
+    apply(made, replica(0, 5, instance_uuid="a"), snapshot=True)
+    apply(made, replica(1, 9, instance_uuid="a"))
+    lose(made, 0, 5, "change")
+    assert list(made.replicas) == [("text", 0, 1)]
+
+
+def test_who_leaves_without_a_claim_goes_with_the_next_message() -> None:
+    made, _ = table()
+    made.in_touch = lambda claim: True
+    apply(made, replica(0, 5), snapshot=True)
+    lose(made, 0, 5, "change")
+    made.mark_broken(("text", 0, 0), 5, True)
+    apply(made)  # a bookmark
+    assert not made.replicas
+
+
+def test_who_was_taken_away_by_an_operator_is_gone_although_it_serves() -> None:
+    made, _ = table()
+    made.in_touch = lambda claim: True
+    apply(made, replica(0, 5), replica(1, 6), snapshot=True)
+    apply(made, removed=[replica(0, 5).ref, replica(1, 6).ref], lapsed=[replica(1, 6).ref])
+    assert list(made.replicas) == [("text", 0, 1)]
+
+
+def test_a_claim_that_lapsed_in_the_message_of_the_next_one() -> None:
+    made, recorder = table()
+    made.in_touch = lambda claim: True
+    apply(made, replica(0, 5, instance_uuid="a"), snapshot=True)
+    ref = replica(0, 5).ref
+    apply(made, replica(0, 9, instance_uuid="a"), removed=[ref], lapsed=[ref])
+    assert made.replicas["text", 0, 0].epoch == 9
+    assert not made.replicas["text", 0, 0].suspect
+    apply(made, replica(2, 11, instance_uuid="a"), removed=[replica(0, 9).ref], lapsed=[replica(0, 9).ref])
+    assert list(made.replicas) == [("text", 0, 2)], "it has another place"
+    assert recorder.heard[-1] == "+2@11"
+
+
+@pytest.mark.parametrize("how", ["snapshot", "change"])
 @pytest.mark.parametrize("against", ["draining", "silent", "broken", "suspect", "cordoned"])
-def test_who_is_not_well_does_not_outlive_its_claim(against: str) -> None:
+def test_who_is_not_well_does_not_outlive_its_claim(against: str, how: str) -> None:
     made, _ = table()
     made.in_touch = lambda claim: True
     key = ("text", 0, 0)
@@ -137,7 +191,7 @@ def test_who_is_not_well_does_not_outlive_its_claim(against: str) -> None:
         made.mark_broken(key, 5, True)
     else:
         apply(made, replica(0, 5, **{against: True}))
-    apply(made, snapshot=True)
+    lose(made, 0, 5, how)
     assert not made.replicas
 
 

@@ -432,6 +432,7 @@ class WatchReplicasResponse(_message.Message):
     CHANGED_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
     STALE_FIELD_NUMBER: _builtins.int
+    LAPSED_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """The watcher now knows everything up to here."""
     snapshot: _builtins.bool
@@ -446,6 +447,13 @@ class WatchReplicasResponse(_message.Message):
     def removed(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.ReplicaRef]:
         """Replicas that are gone."""
 
+    @_builtins.property
+    def lapsed(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.ReplicaRef]:
+        """Those of `removed` that no operator took away: they left, or nobody refreshed their leases in time, as while no
+        control plane ran. Whoever is in touch with one that serves may go on with it until it has claimed its place anew,
+        within seconds, or has said that it drains.
+        """
+
     def __init__(
         self,
         *,
@@ -454,10 +462,11 @@ class WatchReplicasResponse(_message.Message):
         changed: _abc.Iterable[_types_pb2.Replica] | None = ...,
         removed: _abc.Iterable[_types_pb2.ReplicaRef] | None = ...,
         stale: _builtins.bool = ...,
+        lapsed: _abc.Iterable[_types_pb2.ReplicaRef] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "removed", b"removed", "revision", b"revision", "snapshot", b"snapshot", "stale", b"stale"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "lapsed", b"lapsed", "removed", b"removed", "revision", b"revision", "snapshot", b"snapshot", "stale", b"stale"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
