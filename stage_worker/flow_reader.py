@@ -104,7 +104,8 @@ class FlowReader:
         self._orphaned: asyncio.TimerHandle | None = None
         """While it waits for another producer: until when."""
         self._held: tuple[Link, transfer_pb2.EdgeRef] | None = None
-        """The flow that was left while a payload of it was open."""
+        """The flow that was left while a payload of it was open, or just being opened."""
+        self._opening = False
         self._patience = 1  # chunks' times
 
     @property
@@ -166,6 +167,8 @@ class FlowReader:
             self._unacked = True
             if chunk.final:
                 self._ended = True
+                if self._held is not None:  # replaced meanwhile, by one that makes this again for nobody
+                    self._leave(cancel=True)
             return payload
 
     async def aclose(self) -> None:
@@ -174,6 +177,7 @@ class FlowReader:
             if self._unacked:
                 await self._close_payload()
         finally:
+            self._let_go()
             self._stop_waiting()
             self._drop_unread()
             self._leave(cancel=not self._ended)
@@ -201,7 +205,7 @@ class FlowReader:
         """Read on from ``edge``, which another producer brings on ``link``; returns the first chunk to ask for."""
         self._stop_waiting()
         self._drop_unread()
-        if self._unacked and self._held is None:
+        if (self._unacked or self._opening) and self._held is None:
             self._held = self._link, self.edge
             self._leave(cancel=False)
         else:
@@ -223,10 +227,12 @@ class FlowReader:
                     reason="STALE_CHUNK",
                 )
             )
+        self._opening = True
         try:
             return await self._reading.open(handle, self._expected)
         except OmniError as error:
             if self.edge is not edge:
+                self._let_go()
                 return None
             if self.replaceable and isinstance(error, UnavailableError):
                 self._drop_unread()
@@ -234,6 +240,8 @@ class FlowReader:
                 self._wait_for_source(error)
                 return None
             raise self._give_up(error, located=True) from error
+        finally:
+            self._opening = False
 
     def _end_of(self, chunk: pb.Chunk) -> OmniError | None:
         """Why the producer says that it failed; None if another one may take its place."""
@@ -272,21 +280,27 @@ class FlowReader:
 
     async def _close_payload(self) -> None:
         self._unacked = False
-        held, self._held = self._held, None
         try:
             await self._reading.close(self._expected - 1)
         except OmniError as error:
             raise self._give_up(error, located=True) from error
         finally:
-            if held is not None:
-                held[0].cancel(held[1])
-        if held is not None:
+            was_held = self._let_go()
+        if was_held:
             return
         link = self._link
         if self._frame != link.frames:
             self._frame, self._acks = link.frames, 0
         self._acks += 1
         link.acknowledge(self.edge, self._expected - 1, soon=0 < self._window <= 2 * self._acks)
+
+    def _let_go(self) -> bool:
+        """Leave the flow that was held on to. False: there was none."""
+        held, self._held = self._held, None
+        if held is not None:
+            link, edge = held
+            link.cancel(edge)
+        return held is not None
 
     def _leave(self, *, cancel: bool) -> None:
         if self._link.forget(self) and cancel:
