@@ -35,6 +35,12 @@ class GatewayConfig(ProcessConfig, SecurityConfig, TraceConfig):
         help="gateway processes on the same two ports; --max-inflight and --max-queued are for all of them together",
         check=within(1, 256),
     )
+    replace_hung_after_s: float = option(
+        15.0,
+        help="with --workers: a process that answers nothing for about so long is killed and started again, seconds;"
+        " 0: never, to look at one with a debugger say",
+        check=not_negative,
+    )
     process: str = option("", help="which of several processes this is; set by --workers", check=_place)
     api_keys: str = option(
         "", help="file of API keys, one JSON object a line ('omnictl api-key' makes them); empty: no key is asked for"

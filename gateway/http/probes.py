@@ -35,12 +35,13 @@ class Probes:
 
     async def ready(self, exchange: Exchange) -> None:
         """200 if requests for at least one pipeline can be served, 503 otherwise and while shutting down. Of several
-        processes: whether all that are there can."""
+        processes: whether all that are there can; one that does not answer cannot."""
         siblings = self._service.siblings
         payload = self._readiness()
         if not siblings.place.alone:
-            answers = {siblings.place.index: payload, **(await siblings.ask("ready")).given}
-            payload = together.readiness(siblings.place.index, answers, siblings.place.count)
+            own, others = siblings.place.index, await siblings.ask("ready")
+            answers = {own: payload, **others.given}
+            payload = together.readiness(own, answers, siblings.place.count, others.silent)
         await exchange.json(payload, 200 if payload["ready"] else 503)
 
     async def _answer_ready(self, _: Mapping[str, Any]) -> dict[str, Any]:

@@ -83,13 +83,17 @@ class Answers(NamedTuple):
             )
 
 
+async def _alive(_: Mapping[str, Any]) -> bool:
+    return True
+
+
 class Siblings:
     """Answers the other processes, and asks them. Used from one event loop; alone it does nothing."""
 
     def __init__(self, place: Place | None = None, *, answer_s: float = ANSWER_S) -> None:
         self.place = place or Place()
         self._answer_s = answer_s
-        self._handlers: dict[str, Handler] = {}
+        self._handlers: dict[str, Handler] = {"alive": _alive}
         self._server: asyncio.Server | None = None
         self._running: set[asyncio.Task[None]] = set()
 

@@ -1,7 +1,8 @@
 """``omniplane gateway --workers N``: one process that starts N gateways on the same two ports and keeps them running.
 
 It holds both ports (bound, not listening, with SO_REUSEPORT, so that no connection comes here), which gives all the
-same port where any free one is asked for, and keeps it while processes come and go. It serves nothing itself.
+same port where any free one is asked for, and keeps it while processes come and go. It serves nothing itself. One that
+ends is started again, and so is one that hangs, which is killed first.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from gateway.config import GatewayConfig
-from gateway.processes.siblings import Place
+from gateway.processes.siblings import Place, Siblings
+from gateway.processes.watchdog import Watchdog
 from omnicore import config as configuration
 from omnicore.clock import SYSTEM_CLOCK, Clock
 from omnicore.errors import UnavailableError
@@ -54,17 +57,23 @@ async def serve_together(config: GatewayConfig) -> int:
             specs = [_spec(config, name, index, directory, http, grpc) for index, name in enumerate(names)]
             starting = asyncio.ensure_future(together(*(supervisor.launch(spec) for spec in specs)))
             stopped = asyncio.ensure_future(stop.wait())
+            tasks: set[asyncio.Future[Any]] = {starting, stopped}
             try:
-                await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 if starting.done():
                     starting.result()
                     write_ready_file(config.ready_file, {"http": http, "grpc": grpc, "workers": config.workers})
                     _log.info("gateway processes serving", http=http, grpc=grpc, workers=config.workers)
-                await stopped
+                if config.replace_hung_after_s:
+                    watchdog = _watchdog(config, supervisor, names, directory)
+                    tasks.add(asyncio.create_task(watchdog.run(), name="watchdog"))
+                ended, _ = await asyncio.wait(tasks - {starting}, return_when=asyncio.FIRST_COMPLETED)
+                for task in ended:
+                    task.result()
             finally:
-                starting.cancel()
-                stopped.cancel()
-                await asyncio.wait({starting, stopped})
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
             _log.info("stopping: requests may finish")
         finally:
             await supervisor.stop([names])
@@ -72,6 +81,18 @@ async def serve_together(config: GatewayConfig) -> int:
             shutil.rmtree(directory, ignore_errors=True)
     _log.info("gateway processes stopped")
     return 0
+
+
+def _watchdog(config: GatewayConfig, supervisor: Supervisor, names: Sequence[str], directory: Path) -> Watchdog:
+    def replace(index: int) -> None:
+        member = supervisor.members[names[index]]
+        # In other states it has just ended by itself, or does not serve yet.
+        if member.process is not None and member.state is State.READY:
+            member.process.signal_group(signal.SIGKILL)
+
+    # Of the processes 0 to N-1 we are the one that is none of them.
+    place = Place(str(directory), config.workers, config.workers)
+    return Watchdog(Siblings(place), replace, hung_after_s=config.replace_hung_after_s)
 
 
 def flags(config: GatewayConfig, **changes: object) -> tuple[str, ...]:

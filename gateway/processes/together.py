@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from omnicore.metrics import GATEWAY_PROCESS_UP
@@ -43,14 +43,17 @@ def _labelled(line: bytes, label: bytes) -> bytes:
     return b"%b{%b} %b" % (name, label, value)
 
 
-def readiness(own: int, answers: Mapping[int, Mapping[str, Any]], count: int) -> dict[str, Any]:
+def readiness(
+    own: int, answers: Mapping[int, Mapping[str, Any]], count: int, silent: Collection[int] = ()
+) -> dict[str, Any]:
     """The bodies of /ready of some processes as one. A process that is not there does not make the others unready: it
-    is being restarted, and the kernel sends no connection to it."""
+    is being restarted, and the kernel sends no connection to it. One of ``silent`` does: it is there, so it gets its
+    share of the connections, and does not answer."""
     rows = [answers[index] for index in sorted(answers)]
     names = sorted({name for row in rows for name in row["pipelines"]})
     return {
         **answers[own],
-        "ready": all(row["ready"] for row in rows),
+        "ready": all(row["ready"] for row in rows) and not silent,
         "draining": any(row["draining"] for row in rows),
         "control_plane_connected": all(row["control_plane_connected"] for row in rows),
         "stale": any(row["stale"] for row in rows),
@@ -58,8 +61,10 @@ def readiness(own: int, answers: Mapping[int, Mapping[str, Any]], count: int) ->
         "inflight_requests": sum(row["inflight_requests"] for row in rows),
         "pipelines": {name: _pipeline([row["pipelines"].get(name) for row in rows]) for name in names},
         "processes": {
-            str(index): bool(answers[index]["ready"]) if index in answers else None for index in range(count)
+            str(index): bool(answers[index]["ready"]) if index in answers else False if index in silent else None
+            for index in range(count)
         },
+        "silent_processes": sorted(silent),
     }
 
 

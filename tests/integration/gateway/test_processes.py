@@ -61,6 +61,17 @@ class _Gateway:
                     return
                 await asyncio.sleep(0.05)
 
+    async def ready_of_who_answers(self) -> tuple[int, Any]:
+        """Status and body of /ready, while a process hangs that half of the connections go to."""
+        async with asyncio.timeout(60):
+            while True:
+                waits = aiohttp.ClientTimeout(5)  # the others wait for it as well, for 2 s
+                try:
+                    async with aiohttp.ClientSession(timeout=waits) as http, http.get(self.url + "/ready") as response:
+                        return response.status, await response.json()
+                except TimeoutError:
+                    pass
+
     async def served(self) -> Counter[str]:
         """Requests that each process has finished, by whichever answers."""
         _, text = await self.get("/metrics")
@@ -117,7 +128,7 @@ def _key(key: str) -> tuple[tuple[str, str], ...]:
     return (("x-api-key", key),)
 
 
-async def _check_one_that_hangs(channel: grpc.aio.Channel, pid: int) -> None:
+async def _check_one_that_hangs(gateway: _Gateway, channel: grpc.aio.Channel, index: int, pid: int) -> None:
     """``channel`` is at another process, where a request "known" runs."""
     stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
 
@@ -147,9 +158,13 @@ async def _check_one_that_hangs(channel: grpc.aio.Channel, pid: int) -> None:
         assert found == (["known"], 1)
         assert refused == [(grpc.StatusCode.UNAVAILABLE, True)] * 2
         assert (await stub.GetRequest(get(request_id="known"), metadata=_key(ADMIN))).status == "running"
+        status, ready = await gateway.ready_of_who_answers()
+        assert (status, ready["ready"], ready["silent_processes"]) == (503, False, [index])
+        assert ready["processes"] == {str(index): False, str(1 - index): True}
     finally:
         os.kill(pid, signal.SIGCONT)
     await all_listed()
+    await gateway.all_ready()
 
 
 async def _draining(gateway: _Gateway) -> bool:
@@ -170,6 +185,7 @@ async def test_several_processes_are_one_gateway(
     parent = await services.start(
         "gateway", "--workers", str(PROCESSES), "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0",
         "--control-plane", running.control_plane.address, "--api-keys", str(keys),
+        "--replace-hung-after-s", "0",
     )  # fmt: skip
     gateway = _Gateway(parent)
     await gateway.all_ready()
@@ -218,7 +234,8 @@ async def test_several_processes_are_one_gateway(
         # One hangs: what it knows is missing, and that is said.
         call = _hanging(channel, "known")
         await wait_until(lambda: len(worker.running) == 1, what="the call at its worker")
-        await _check_one_that_hangs(channel, first[1 - await gateway.busy()])
+        hung = 1 - await gateway.busy()
+        await _check_one_that_hangs(gateway, channel, hung, first[hung])
         call.cancel()
         await wait_until(lambda: not worker.running, what="the end of it at its worker")
 
@@ -248,6 +265,25 @@ async def test_several_processes_are_one_gateway(
         assert answers[-1].finish.reason == "stop"
     assert await parent.wait_exit() == 0
     assert gateway.pids() == {}
+
+
+async def test_a_process_that_hangs_is_replaced(scripted: tuple[Cluster, asyncio.Event], services: Services) -> None:
+    running, _ = scripted
+    parent = await services.start(
+        "gateway", "--workers", str(PROCESSES), "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0",
+        "--control-plane", running.control_plane.address, "--replace-hung-after-s", "1",
+    )  # fmt: skip
+    gateway = _Gateway(parent)
+    await gateway.all_ready()
+    first = gateway.pids()
+    os.kill(first[1], signal.SIGSTOP)
+    # To the kernel it listens until then; who connects meanwhile may wait for it.
+    await wait_until(lambda: not Path(f"/proc/{first[1]}").exists(), what="its end")
+    await gateway.all_ready()
+    assert gateway.pids()[0] == first[0]
+    assert gateway.pids()[1] != first[1]
+    assert "gateway process hangs: replaced process=1" in parent.logs()
+    assert [await gateway.chat() for _ in range(6)] == [200] * 6
 
 
 async def test_a_port_that_is_taken_is_named(services: Services) -> None:

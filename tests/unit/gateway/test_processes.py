@@ -16,6 +16,7 @@ from gateway.processes import together
 from gateway.processes.shared_use import SharedUse
 from gateway.processes.siblings import Place, Siblings
 from gateway.processes.supervisor import flags, share
+from gateway.processes.watchdog import Watchdog
 from omnicore import config as configuration
 from omnicore import errors
 from omnicore.api_keys import ApiKey
@@ -64,6 +65,10 @@ def test_ready_is_what_all_that_are_there_say() -> None:
     crashed = together.readiness(0, {0: _row(s0=2)}, 2)
     assert crashed["ready"]
     assert crashed["processes"] == {"0": True, "1": None}
+    hangs = together.readiness(0, {0: _row(s0=2)}, 3, silent=(2,))
+    assert not hangs["ready"], "it gets its share of the connections"
+    assert hangs["processes"] == {"0": True, "1": None, "2": False}
+    assert hangs["silent_processes"] == [2]
     unheard = together.readiness(0, {0: _row(s0=2), 1: {**_row(), "pipelines": {}}}, 2)
     assert unheard["pipelines"]["text"] == {"ready": False, "routable_replicas": {"s0": 0}}
 
@@ -102,6 +107,38 @@ async def test_siblings_answer_each_other_and_who_is_gone_is_left_out(tmp_path: 
     for answers in (await processes[0].ask("thing", n=7), await Siblings().ask("thing")):
         assert (answers.given, answers.silent) == ({}, ())
         answers.check("it")
+
+
+async def test_who_leaves_several_questions_in_a_row_unanswered_is_replaced(tmp_path: Path) -> None:
+    processes = [Siblings(Place(str(tmp_path), index, 3)) for index in range(3)]
+    hang = asyncio.Event()
+
+    async def never(_: Any) -> Any:
+        await hang.wait()
+
+    async def alive(_: Any) -> Any:
+        return True
+
+    for process in processes[:2]:
+        await process.start()
+    replaced: list[int] = []
+    parent = Siblings(Place(str(tmp_path), 3, 3), answer_s=0.2)
+    watchdog = Watchdog(parent, replaced.append, hung_after_s=3.0, answer_s=0.5, pause_s=0.5)
+    processes[1].answer("alive", never)
+    for _ in range(2):
+        await watchdog.ask()
+    processes[1].answer("alive", alive)
+    await watchdog.ask()  # it only stalled
+    processes[1].answer("alive", never)
+    for _ in range(2):
+        await watchdog.ask()
+    assert replaced == []
+    await watchdog.ask()
+    assert replaced == [1], "and not 2, which is not there"
+    await watchdog.ask()
+    assert replaced == [1], "its successor has as much time"
+    for process in processes:
+        await process.close()
 
 
 async def test_a_question_that_is_too_long_has_no_answer_and_troubles_nobody(tmp_path: Path) -> None:
