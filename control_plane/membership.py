@@ -104,6 +104,8 @@ class Membership:
         validate.register_request(request)
         self._table.require_loaded()
         compat.check_reachable(request.endpoint, peer)
+        if request.session_endpoint:
+            compat.check_reachable(request.session_endpoint, peer)
         # Repeats of one instance take turns: at once, each would reserve an id of its own, and the winner's might not
         # be the lowest free one.
         lock = self._turns.setdefault(request.instance_uuid, asyncio.Lock())
@@ -380,6 +382,7 @@ def _record(request: pb.RegisterRequest, key: ReplicaKey, *, cordoned: bool) -> 
         fingerprint=request.fingerprint,
         engine=request.engine,
         drain_limit=request.drain_limit if request.HasField("drain_limit") else None,
+        session_endpoint=request.session_endpoint,
     )
     record.register_time.FromDatetime(datetime.datetime.now(datetime.UTC).replace(microsecond=0))
     return record
@@ -391,6 +394,8 @@ def _renew(record: types_pb2.Replica, request: pb.RegisterRequest) -> None:
         record.state = request.state
     if request.fingerprint.kv_layout:
         record.fingerprint.kv_layout = request.fingerprint.kv_layout
+    if request.session_endpoint:  # a control plane of an earlier version has not written it
+        record.session_endpoint = request.session_endpoint
     if list(record.connectors) != list(request.connectors):
         del record.connectors[:]
         record.connectors.extend(request.connectors)

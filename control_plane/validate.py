@@ -143,6 +143,8 @@ def register_request(request: registry_pb.RegisterRequest) -> None:
     stage_ref(faults, "stage", request.stage, present=request.HasField("stage"))
     if fault := endpoint_fault(request.endpoint):
         faults.add("endpoint", fault)
+    if request.session_endpoint and (fault := endpoint_fault(request.session_endpoint)):
+        faults.add("session_endpoint", fault)
     if request.state not in (states.STARTING, states.READY):
         faults.add("state", f"must be STARTING or READY, got {states.name(request.state)}")
     faults.short("engine", request.engine)

@@ -43,7 +43,7 @@ class Flusher:
         self.ready: list[Flushable] = []
         """Who is called at the end of this turn. Who appends to it himself, to save a call, calls ``wake`` if he is the
         first."""
-        self._early: list[Flushable] = []
+        self._early: dict[Flushable, None] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, item: Flushable) -> None:
@@ -51,6 +51,12 @@ class Flusher:
         if not self.ready:
             self.wake()
         self.ready.append(item)
+
+    def hurry(self, item: Flushable) -> None:
+        """One that was added has come to its end: flush it at the end of this turn, whatever its gap."""
+        if item in self._early:
+            del self._early[item]
+            self.add(item)
 
     def wake(self) -> None:
         """Somebody is ``ready``."""
@@ -61,7 +67,7 @@ class Flusher:
         now_s = time.monotonic()
         for item in ready:
             if now_s - item.flushed_s < GAP_S and item.status == "running":
-                self._early.append(item)
+                self._early[item] = None
                 continue
             item.flushed_s = now_s
             try:
@@ -73,7 +79,7 @@ class Flusher:
 
     def _run_early(self) -> None:
         self._timer = None
-        early, self._early = self._early, []
+        early, self._early = self._early, {}
         now_s = time.monotonic()
         for item in early:
             item.flushed_s = now_s

@@ -52,6 +52,9 @@ _TICK_S = 0.25
 _MOST_BACKOFF_S = 0.4  # with the jitter 0.6: who is back is used again within a second
 # The codes with which a replica says: you mean another instance, or something that I am not.
 _REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED)
+_KEEPALIVE_TIMEOUT_S = 30.0
+"""A worker answers pings in its event loop, which a step of an engine may keep; while calls are open, beats tell sooner
+of one that is gone."""
 _METHOD = "/omni.v1.StageService/Session"
 
 
@@ -91,6 +94,7 @@ class ReplicaSession:
         self._connect_timeout_s = min(connect_timeout_s, hung_after_s) if hung_after_s else connect_timeout_s
         self._silence = Silence(SUSPECT_AFTER_S, hung_after_s, _TICK_S)
         self._stream: GrpcStream | None = None
+        self._target = record.session_endpoint or record.endpoint
         self._hung = False
         self._watchdog: asyncio.TimerHandle | None = None
         self._ticked_s = 0.0
@@ -288,6 +292,7 @@ class ReplicaSession:
 
     async def _run(self) -> None:
         patience = Backoff(initial_s=0.2, max_s=10.0)
+        record, first = self.record, self._target
         try:
             while True:
                 try:
@@ -306,6 +311,9 @@ class ReplicaSession:
                 if self._hung:
                     silent_s = max(round(self.silent_s), self._hung_after_s or self._connect_timeout_s)
                     reason = f"it hangs: no sign of life for {silent_s:g} s"
+                if not self.connected and not self.breaks:
+                    # A firewall may let only one of them through. Who has answered once is not given up.
+                    self._target = record.endpoint if self._target != record.endpoint else first
                 self._broke(reason)
                 self._hung = False
                 await self._rpcs.close()
@@ -324,10 +332,12 @@ class ReplicaSession:
         hello = stage_service_pb2.SessionHello(gateway_id=self._gateway_id, replica=self.record.ref)
         if self._hung_after_s:
             hello.beat_interval.CopyFrom(to_duration(BEAT_S))
-        dial = self._dial(self.record.endpoint)
+        dial = self._dial(self._target)
         try:
             async with asyncio.timeout(self._connect_timeout_s) as self._until_welcome:
-                async with open_stream(dial, _METHOD, self._on_message) as self._stream:
+                async with open_stream(
+                    dial, _METHOD, self._on_message, keepalive_timeout_s=_KEEPALIVE_TIMEOUT_S
+                ) as self._stream:
                     self._stream.write(stage_service_pb2.SessionRequest(hello=hello).SerializeToString())
                     await self._stream.ended()
         finally:

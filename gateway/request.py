@@ -329,7 +329,9 @@ class RequestState:
     def _wake_consumer(self) -> None:
         if self._flusher is not None:
             self._wake_on_output = False
-            if not self._queued and self._consumer is not None:
+            if self._queued:
+                self._flusher.hurry(self)
+            elif self._consumer is not None:
                 self._queued = True
                 self._flusher.add(self)
         elif self._consumer is not None:

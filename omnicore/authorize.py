@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import grpc
 
@@ -27,6 +27,22 @@ _TOKEN_FLAGS = {
     Role.WORKER: "start workers with --registration-token-file",
     Role.ADMIN: "administrators call with --token-file",
 }
+
+
+class CallContext(Protocol):
+    """What is asked of a call; ``grpc.aio.ServicerContext`` has it."""
+
+    def invocation_metadata(self) -> Any:
+        """Of the request."""
+        ...
+
+    def auth_context(self) -> Mapping[str, Any]:
+        """What the client's certificate says."""
+        ...
+
+    def peer(self) -> str:
+        """Where it comes from."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,7 +94,13 @@ class Authorizer(Interceptor):
             checked, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer
         )
 
-    def identify(self, context: ServicerContext) -> Caller:
+    def check(self, method: str, context: CallContext) -> None:
+        """Raise ``UnauthenticatedError`` or ``PermissionDeniedError`` if the caller may not call ``method``."""
+        roles = access.allowed(method)
+        if roles != EVERYONE:
+            self._check(method, roles, context)
+
+    def identify(self, context: CallContext) -> Caller:
         """Who makes the call that ``context`` is of."""
         token = tokens.sent(context.invocation_metadata())
         by_token = {role for role, file in self._token_files.items() if token and file.holds(token)}
@@ -97,7 +119,7 @@ class Authorizer(Interceptor):
         common = b"".join(shown.get("x509_common_name", ())).decode(errors="replace")
         return Caller(roles, common or ",".join(names) or "unnamed", certified, sent)
 
-    def _check(self, method: str, allowed: frozenset[Role], context: ServicerContext) -> None:
+    def _check(self, method: str, allowed: frozenset[Role], context: CallContext) -> None:
         caller = self.identify(context)
         if not caller.roles.isdisjoint(allowed):
             return
@@ -131,7 +153,7 @@ class Authorizer(Interceptor):
             metadata={**metadata, "certificate": caller.name, "roles": held},
         )
 
-    def _log_refusal(self, method: str, context: ServicerContext, caller: Caller, error: errors.OmniError) -> None:
+    def _log_refusal(self, method: str, context: CallContext, caller: Caller, error: errors.OmniError) -> None:
         now_s = self._clock.monotonic()
         if now_s - self._logged_s < _LOG_EVERY_S:
             self._unlogged += 1

@@ -1,8 +1,8 @@
 """One bidirectional gRPC stream on a connection of its own, for paths where every message counts.
 
-The far end is any gRPC server. Nothing is scheduled between the socket and whoever takes the messages: ``on_message``
-is called from within the event loop's reading, ``write`` writes to the socket at once. All else of gRPC, and every
-other stream, goes through ``omnicore.rpc``.
+The far end is any gRPC server; ``grpc_stream_server`` is one that costs as little. Nothing is scheduled between the
+socket and whoever takes the messages: ``on_message`` is called from within the event loop's reading, ``write`` writes
+to the socket at once. All else of gRPC, and every other stream, goes through ``omnicore.rpc``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import grpc
 import grpc.aio
 
 from omnicore.config import split_host_port
-from omnicore.http2 import GrpcClientConnection
+from omnicore.http2 import GrpcConnection
+from omnicore.http2_client import GrpcClientConnection
 from omnicore.rpc import MAX_MESSAGE_BYTES
 
 KEEPALIVE_S = 10.0
@@ -44,7 +45,92 @@ class Dial:
     """For whom the certificate must be; empty: for the host."""
 
 
-class GrpcStream(asyncio.Protocol):
+class StreamProtocol(asyncio.Protocol):
+    """What both ends of a stream do with its connection: read, write, and see whether there is still anybody."""
+
+    def __init__(
+        self,
+        connection: GrpcConnection,
+        keepalive_s: float = KEEPALIVE_S,
+        keepalive_timeout_s: float = KEEPALIVE_TIMEOUT_S,
+    ) -> None:
+        self._connection = connection
+        self._keepalive_s = keepalive_s
+        self._keepalive_timeout_s = keepalive_timeout_s
+        self._transport: asyncio.Transport | None = None
+        self._loop = asyncio.get_running_loop()
+        self._heard_s = self._loop.time()
+        self._keepalive: asyncio.TimerHandle | None = None
+
+    def _lost(self, why: str) -> None:
+        """There is nobody any more."""
+        raise NotImplementedError
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Of ``asyncio.Protocol``."""
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is one in all but name
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._flush()
+        self._heard_s = self._loop.time()
+        self._keepalive = self._loop.call_later(self._keepalive_s, self._ask)
+
+    def eof_received(self) -> None:
+        """Of ``asyncio.Protocol``. Who says no more and does not read either would else not be lost before everything
+        is written."""
+        self._lost("the peer closed the connection")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Of ``asyncio.Protocol``."""
+        self._transport = None
+        self._lost(f"the connection was lost: {error}" if error else "the peer closed the connection")
+
+    def _write(self, message: bytes) -> None:
+        if self._transport is not None:
+            data = self._connection.send(message)
+            if data:
+                self._transport.write(data)
+
+    def _flush(self) -> None:
+        assert self._transport is not None
+        outgoing = self._connection.take_outgoing()
+        if outgoing and not self._transport.is_closing():
+            self._transport.write(outgoing)
+
+    def _close(self) -> None:
+        """It has ended: leave."""
+        self._stop_asking()
+        if self._transport is not None:
+            self._flush()
+            # What the peer has not read by now it need not read any more, and may never.
+            self._transport.abort() if self._transport.get_write_buffer_size() else self._transport.close()
+
+    def _stop_asking(self) -> None:
+        if self._keepalive is not None:
+            self._keepalive.cancel()
+            self._keepalive = None
+
+    def _ask(self) -> None:
+        """If nothing came for a while: is there anybody?"""
+        left_s = self._heard_s + self._keepalive_s - self._loop.time()
+        if left_s > 0:
+            self._keepalive = self._loop.call_later(left_s, self._ask)
+        else:
+            self._ping(self._heard_s, _PINGS)
+
+    def _ping(self, heard_s: float, left: int) -> None:
+        if self._heard_s != heard_s:
+            self._ask()
+        elif left:
+            self._connection.ping()
+            self._flush()
+            self._keepalive = self._loop.call_later(self._keepalive_timeout_s / _PINGS, self._ping, heard_s, left - 1)
+        else:
+            self._lost(f"no answer to a ping within {self._keepalive_timeout_s:g} s")
+
+
+class GrpcStream(StreamProtocol):
     """See ``open_stream``."""
 
     def __init__(
@@ -54,26 +140,19 @@ class GrpcStream(asyncio.Protocol):
         keepalive_s: float = KEEPALIVE_S,
         keepalive_timeout_s: float = KEEPALIVE_TIMEOUT_S,
     ) -> None:
-        self._connection = connection
+        super().__init__(connection, keepalive_s, keepalive_timeout_s)
+        self._connection: GrpcClientConnection = connection
         self._on_message = on_message
-        self._keepalive_s = keepalive_s
-        self._keepalive_timeout_s = keepalive_timeout_s
-        self._transport: asyncio.Transport | None = None
-        self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._ended.add_done_callback(_seen)
-        self._heard_s = self._loop.time()
-        self._keepalive: asyncio.TimerHandle | None = None
 
     # -- what its user does --
 
     def write(self, message: bytes) -> None:
         """Send one message, as soon as the peer has room; nothing happens once the stream has ended. Does not block:
         what is waiting for room is kept."""
-        if self._transport is not None and self._connection.status is None:
-            data = self._connection.send(message)
-            if data:
-                self._transport.write(data)
+        if self._connection.status is None:
+            self._write(message)
 
     def cancel(self) -> None:
         """End it: ``ended`` raises CANCELLED."""
@@ -85,17 +164,7 @@ class GrpcStream(asyncio.Protocol):
         other way, and what ``on_message`` raised."""
         await asyncio.shield(self._ended)
 
-    # -- what the event loop tells --
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Of ``asyncio.Protocol``."""
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is one in all but name
-        sock = transport.get_extra_info("socket")
-        if sock is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._flush()
-        self._heard_s = self._loop.time()
-        self._keepalive = self._loop.call_later(self._keepalive_s, self._ask)
+    # -- inside --
 
     def data_received(self, data: bytes) -> None:
         """Of ``asyncio.Protocol``."""
@@ -114,50 +183,12 @@ class GrpcStream(asyncio.Protocol):
         if connection.status is not None:
             self._settle()
 
-    def eof_received(self) -> None:
-        """Of ``asyncio.Protocol``. Who says no more and does not read either would else not be lost before everything
-        is written."""
-        self._connection.lost("the peer closed the connection")
+    def _lost(self, why: str) -> None:
+        self._connection.lost(why)
         self._settle()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """Of ``asyncio.Protocol``."""
-        self._transport = None
-        self._connection.lost(f"the connection was lost: {error}" if error else "the peer closed the connection")
-        self._settle()
-
-    # -- inside --
-
-    def _flush(self) -> None:
-        assert self._transport is not None
-        outgoing = self._connection.take_outgoing()
-        if outgoing and not self._transport.is_closing():
-            self._transport.write(outgoing)
-
-    def _ask(self) -> None:
-        """If nothing came for a while: is there anybody?"""
-        left_s = self._heard_s + self._keepalive_s - self._loop.time()
-        if left_s > 0:
-            self._keepalive = self._loop.call_later(left_s, self._ask)
-        else:
-            self._ping(self._heard_s, _PINGS)
-
-    def _ping(self, heard_s: float, left: int) -> None:
-        if self._heard_s != heard_s:
-            self._ask()
-        elif left:
-            self._connection.ping()
-            self._flush()
-            self._keepalive = self._loop.call_later(self._keepalive_timeout_s / _PINGS, self._ping, heard_s, left - 1)
-        else:
-            self._connection.lost(f"no answer to a ping within {self._keepalive_timeout_s:g} s")
-            self._settle()
 
     def _settle(self) -> None:
         """It has ended: say so, and leave."""
-        if self._keepalive is not None:
-            self._keepalive.cancel()
-            self._keepalive = None
         status = self._connection.status
         assert status is not None
         if not self._ended.done():
@@ -165,10 +196,7 @@ class GrpcStream(asyncio.Protocol):
                 self._ended.set_result(None)
             else:
                 self._ended.set_exception(status)
-        if self._transport is not None:
-            self._flush()
-            # What the peer has not read by now it need not read any more, and may never.
-            self._transport.abort() if self._transport.get_write_buffer_size() else self._transport.close()
+        self._close()
 
 
 def _seen(ended: asyncio.Future[None]) -> None:

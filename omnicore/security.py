@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import ssl
 from collections.abc import Mapping, Sequence
 
 import grpc
@@ -17,7 +18,7 @@ import grpc.aio
 
 from omnicore import config, errors, rpc, tls
 from omnicore.access import Role
-from omnicore.authorize import Authorizer
+from omnicore.authorize import Authorizer, CallContext
 from omnicore.config import option
 from omnicore.grpc_stream import Dial
 from omnicore.log import get_logger
@@ -71,6 +72,9 @@ class Security:
                     raise errors.InvalidRequestError.field(flag, f"required: {', '.join(paths)} go together")
             name = f"{serves}.{self._domain}" if serves is not None else ""
             self._identity = tls.IdentityFiles(settings.tls_ca, settings.tls_cert, settings.tls_key, name)
+        self._callers: Authorizer | None = None
+        if self._identity is not None:
+            self._callers = Authorizer(tls_domain=self._domain, token_files={})
         self._token = TokenFile(token_flag, token_file) if token_file else None
 
     @property
@@ -146,12 +150,21 @@ class Security:
         """For ``rpc.serve``; None: plaintext."""
         return self._identity.server_credentials() if self._identity is not None else None
 
+    def server_context(self) -> ssl.SSLContext | None:
+        """For a ``StreamServer``, as the files are now; None: plaintext."""
+        return self._identity.current().server_context() if self._identity is not None else None
+
     def interceptors(self, token_files: Mapping[Role, TokenFile] | None = None) -> tuple[rpc.Interceptor, ...]:
         """For ``rpc.serve``: checks every caller's role. Without TLS and tokens there is nothing to check."""
         if self._identity is None and not token_files:
             return ()
         domain = self._domain if self._identity is not None else ""
         return (Authorizer(tls_domain=domain, token_files=token_files or {}),)
+
+    def check_caller(self, method: str, context: CallContext) -> None:
+        """The same for a stream of a ``StreamServer``. Raises as ``Authorizer.check``."""
+        if self._callers is not None:
+            self._callers.check(method, context)
 
     def _check_may(self, target: str, peer: Role) -> None:
         if not self._may(target):

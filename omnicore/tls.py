@@ -46,16 +46,25 @@ class Identity:
 
     def client_context(self) -> ssl.SSLContext:
         """The same, for a client that speaks HTTP/2 by itself."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        return self._context(ssl.PROTOCOL_TLS_CLIENT)
+
+    def server_configuration(self) -> Any:
+        """For a server that shows the certificate, and demands one that the authority signed."""
+        return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], root_certificates=self.ca)
+
+    def server_context(self) -> ssl.SSLContext:
+        """The same, for a server that speaks HTTP/2 by itself."""
+        context = self._context(ssl.PROTOCOL_TLS_SERVER)
+        context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def _context(self, side: int) -> ssl.SSLContext:
+        context = ssl.SSLContext(side)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["h2"])
         _believe(context, self.ca)
         load_certificate(context, {CERT: self.cert, KEY: self.key})
         return context
-
-    def server_configuration(self) -> Any:
-        """For a server that shows the certificate, and demands one that the authority signed."""
-        return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], root_certificates=self.ca)
 
 
 class IdentityFiles:

@@ -24,6 +24,11 @@ def _id_or_none(value: int) -> None:
         raise ValueError(f"must be a replica id, or -1, got {value}")
 
 
+def _port(value: int) -> None:
+    if not 0 <= value < 2**16:
+        raise ValueError(f"must be a port, 0 to 65535, got {value}")
+
+
 @dataclasses.dataclass(frozen=True)
 class StageWorkerConfig(ProcessConfig, SecurityConfig, TraceConfig):
     """One replica of one stage: loads its engine, registers, serves gateways and peer workers."""
@@ -35,6 +40,9 @@ class StageWorkerConfig(ProcessConfig, SecurityConfig, TraceConfig):
         "",
         help="host:port to serve on, port 0 takes any; empty: any port of the address that leads to the control plane",
         check=host_port_or_empty,
+    )
+    session_port: int = option(
+        0, help="port of gateways' sessions, beside --listen and reached at the same host; 0 takes any", check=_port
     )
     advertise: str = option(
         "", help="host that others reach this worker at; empty: found out", flags=("--omni-replica-address", "-ora")

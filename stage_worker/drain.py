@@ -17,7 +17,7 @@ from omnicore.log import get_logger
 from omnicore.process import RESTART_EXIT_CODE
 from stage_worker.calls import CallTable
 from stage_worker.flows import FlowTable
-from stage_worker.stage_service import SessionSet
+from stage_worker.sessions import SessionSet
 
 _log = get_logger(__name__)
 

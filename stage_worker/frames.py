@@ -22,7 +22,8 @@ PART_OVERHEAD_BYTES = 64
 
 
 class FrameWriter(Generic[M]):
-    """Collects parts into frames of type ``M``. One reader: ``frames``. Everything runs in one event loop."""
+    """Collects parts into frames of type ``M``. One reader: ``frames``, or what ``pump`` is given. Everything runs in
+    one event loop."""
 
     def __init__(self, new_frame: Callable[[], M], on_frame: Callable[[M], None] | None = None) -> None:
         self._new_frame = new_frame
@@ -34,6 +35,10 @@ class FrameWriter(Generic[M]):
         self._pending_bytes = 0
         self._scheduled = False
         self._waiter: asyncio.Future[None] | None = None
+        self._write: Callable[[M], bool] | None = None
+        self._on_closed: Callable[[], None] = lambda: None
+        self._unwritten_bytes = 0
+        """Of the frame that ``write`` took without having room for another."""
         self._pausing: list[asyncio.Future[None]] = []
         self._dirty = False
         self._closed = False
@@ -57,7 +62,7 @@ class FrameWriter(Generic[M]):
     def touch(self) -> None:
         """Send a frame in the next turn even if no part is added."""
         self._dirty = True
-        if not self._scheduled and self._waiter is not None:
+        if not self._scheduled and (self._waiter is not None or self._write is not None):
             self._scheduled = True
             self._loop.call_soon(self._flush)
 
@@ -74,7 +79,7 @@ class FrameWriter(Generic[M]):
             await waiter
 
     def close(self) -> None:
-        """No part will be added; ``frames`` ends once all has left."""
+        """No part will be added; ``frames`` ends once all has left, and ``pump`` says that it has."""
         self._closed = True
         self._flush()
         self._let_go()
@@ -82,11 +87,10 @@ class FrameWriter(Generic[M]):
     async def frames(self) -> AsyncIterator[M]:
         """Frames as they become due, until ``close``."""
         while True:
-            if self._full:
-                frame, size_bytes = self._full.popleft()
-            elif self._dirty:
-                frame, size_bytes = self._frame, self._frame_bytes
-                self._frame, self._frame_bytes, self._dirty = self._new_frame(), 0, False
+            frame, size_bytes = self._take()
+            if frame is not None:
+                yield frame  # returns when the transport has taken it
+                self._left(size_bytes)
             elif self._closed:
                 return
             else:
@@ -96,17 +100,55 @@ class FrameWriter(Generic[M]):
                 finally:
                     self._waiter = None
                     self._scheduled = False
-                continue
-            if self._on_frame is not None:
-                self._on_frame(frame)
-            yield frame  # returns when the transport has taken it
-            self._pending_bytes -= size_bytes
-            if self._pausing and not self.blocked:
-                self._let_go()
+
+    def pump(self, write: Callable[[M], bool], on_closed: Callable[[], None]) -> None:
+        """From now on hand frames to ``write`` as they become due, within the event loop. If it returns False, it has
+        no room for another until ``resume``. ``on_closed`` is called when all has left after ``close``."""
+        self._write, self._on_closed = write, on_closed
+        if self._dirty:
+            self.touch()
+
+    def resume(self) -> None:
+        """``write`` has room again."""
+        self._left(self._unwritten_bytes)
+        self._unwritten_bytes = 0
+        self._flush()
 
     def _flush(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+        if self._write is None:
+            return
+        self._scheduled = False
+        while not self._unwritten_bytes:
+            frame, size_bytes = self._take()
+            if frame is None:
+                if self._closed:
+                    self._write = None
+                    self._on_closed()
+                return
+            if self._write(frame):
+                self._left(size_bytes)
+            else:
+                self._unwritten_bytes = size_bytes or 1
+
+    def _take(self) -> tuple[M | None, int]:
+        """The next frame that is due, if there is one, and its size in bytes."""
+        if self._full:
+            frame, size_bytes = self._full.popleft()
+        elif self._dirty:
+            frame, size_bytes = self._frame, self._frame_bytes
+            self._frame, self._frame_bytes, self._dirty = self._new_frame(), 0, False
+        else:
+            return None, 0
+        if self._on_frame is not None:
+            self._on_frame(frame)
+        return frame, size_bytes
+
+    def _left(self, size_bytes: int) -> None:
+        self._pending_bytes -= size_bytes
+        if self._pausing and not self.blocked:
+            self._let_go()
 
     def _let_go(self) -> None:
         for waiter in self._pausing:

@@ -23,11 +23,13 @@ CLAIM_WAIT_S = 2.0
 
 
 class Identity:
-    """The claims of one worker process. ``endpoint`` is where its gRPC server is reached, "host:port"."""
+    """The claims of one worker process. ``endpoint`` is where its gRPC server is reached, "host:port", and
+    ``session_endpoint`` where its sessions are."""
 
     def __init__(self, stage: types_pb2.StageRef, endpoint: str) -> None:
         self.instance_uuid = str(uuid.uuid4())
         self.endpoint = endpoint
+        self.session_endpoint = ""
         self._current = types_pb2.ReplicaRef(stage=stage)
         self._first = self._current
         self._held: set[tuple[int, int]] = set()

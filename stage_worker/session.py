@@ -171,16 +171,20 @@ class Session:
             self._load_timer = asyncio.get_running_loop().call_later(wait_s, self._send_load)
 
     async def read(self, requests: AsyncIterator[pb.SessionRequest]) -> None:
-        """Take the gateway's frames until it has no more. Raises ``InvalidRequestError`` for a second hello."""
+        """Take the gateway's frames until it has no more. Raises as ``take``."""
         async for request in requests:
-            if request.HasField("hello"):
-                raise InvalidRequestError.field("hello", "only in the first frame")
             self.take(request)
+        self.close_when_idle()
+
+    def close_when_idle(self) -> None:
+        """No more frames will come: end when the calls have."""
         self._half_closed = True
         self._maybe_close()
 
-    def take(self, request: pb.SessionRequest) -> None:
-        """What one frame asks for."""
+    def take(self, request: pb.SessionRequest, *, first: bool = False) -> None:
+        """What one frame asks for. Raises ``InvalidRequestError`` for a hello that is not in the ``first``."""
+        if not first and request.HasField("hello"):
+            raise InvalidRequestError.field("hello", "only in the first frame")
         if request.calls:
             self.begin_calls(request.calls)
         if request.sources:

@@ -10,75 +10,22 @@ from google.protobuf import json_format, struct_pb2
 from omni.v1 import stage_service_pb2 as pb
 from omni.v1 import stage_service_pb2_grpc as pb_grpc
 from omni.v1 import types_pb2
-from omnicore.clock import Clock
 from omnicore.errors import (
     FailedPreconditionError,
     InvalidRequestError,
     OmniError,
     RequestCancelledError,
-    UnavailableError,
     UnimplementedError,
     from_status,
 )
-from omnicore.log import get_logger
 from omnicore.rpc import ServicerContext
-from stage_worker.beats import check_interval
 from stage_worker.calls import WorkerParts
 from stage_worker.engine import Tokenizing
 from stage_worker.frames import FrameWriter
-from stage_worker.progress import LoadSource, Vitality
+from stage_worker.progress import LoadSource
 from stage_worker.rpc_end import on_done
 from stage_worker.runner import CallRunner
-from stage_worker.session import Session
-
-_log = get_logger(__name__)
-
-HELLO_TIMEOUT_S = 10.0
-"""A stream that says nothing is closed after this."""
-
-
-class SessionSet:
-    """The sessions of a worker, and their tasks."""
-
-    def __init__(self) -> None:
-        self._sessions: set[Session] = set()
-        self._enders: set[asyncio.Task[None]] = set()
-
-    def __len__(self) -> int:
-        return len(self._sessions)
-
-    @property
-    def all_heard_drain(self) -> bool:
-        """No gateway will send a call any more."""
-        return all(session.heard_drain for session in self._sessions)
-
-    def add(self, session: Session) -> None:
-        """A session begins."""
-        self._sessions.add(session)
-
-    def end(self, session: Session) -> None:
-        """A session is over; its calls are aborted and awaited. Idempotent."""
-        if session not in self._sessions:
-            return
-        self._sessions.discard(session)
-        session.end()
-        task = asyncio.create_task(session.wait(), name=f"end-session-{session.name}")
-        self._enders.add(task)
-        task.add_done_callback(self._enders.discard)
-
-    def note_change(self) -> None:
-        """Load or draining may have changed."""
-        for session in self._sessions:
-            session.note_change()
-
-    async def close(self, error: UnavailableError) -> None:
-        """Fail what runs with ``error``, tell the gateways, and end all sessions."""
-        for session in list(self._sessions):
-            session.stop_calls(error)
-            await session.wait()
-            self.end(session)
-        while self._enders:
-            await asyncio.wait(list(self._enders))
+from stage_worker.sessions import HELLO_TIMEOUT_S, SessionSet, no_hello
 
 
 class StageServicer(pb_grpc.StageServiceServicer):
@@ -89,16 +36,12 @@ class StageServicer(pb_grpc.StageServiceServicer):
         parts: WorkerParts,
         sessions: SessionSet,
         load: LoadSource,
-        vitality: Vitality,
-        clock: Clock,
         describe: Callable[[], types_pb2.Replica],
         on_control: Callable[[types_pb2.ControlMethod.ValueType], Awaitable[None]],
     ) -> None:
         self._parts = parts
         self._sessions = sessions
         self._load = load
-        self._vitality = vitality
-        self._clock = clock
         self._describe = describe
         self._on_control = on_control
 
@@ -106,13 +49,16 @@ class StageServicer(pb_grpc.StageServiceServicer):
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: ServicerContext
     ) -> AsyncIterator[pb.SessionResponse]:
         """Multiplex the calls of one gateway."""
-        first = await self._hello(request_iterator)
-        session = Session(self._parts, self._load, self._vitality, self._clock, first.hello)
-        self._sessions.add(session)
+        sessions = self._sessions
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                first = await anext(request_iterator)
+        except (StopAsyncIteration, TimeoutError):
+            raise no_hello() from None
+        session = await sessions.open(first)
         # A generator that is not resumed does not run its `finally`; this does, however the stream ends.
-        on_done(context, lambda: self._sessions.end(session))
-        session.writer.touch()
-        session.take(first)
+        on_done(context, lambda: sessions.end(session))
+        session.take(first, first=True)
         reader = asyncio.create_task(session.read(request_iterator), name=f"session-{session.name}")
         reader.add_done_callback(lambda _: session.writer.close() if _failed(reader) else None)
         try:
@@ -122,19 +68,7 @@ class StageServicer(pb_grpc.StageServiceServicer):
                 await reader
         finally:
             reader.cancel()
-            self._sessions.end(session)
-
-    async def _hello(self, requests: AsyncIterator[pb.SessionRequest]) -> pb.SessionRequest:
-        try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                first = await anext(requests)
-        except (StopAsyncIteration, TimeoutError):
-            raise InvalidRequestError.field("hello", "the first frame of a session must have it") from None
-        if not first.HasField("hello"):
-            raise InvalidRequestError.field("hello", "the first frame of a session must have it")
-        check_interval(first.hello)
-        await self._parts.identity.check_settled(first.hello.replica)
-        return first
+            sessions.end(session)
 
     async def Execute(  # noqa: N802 -- the name in the proto
         self, request: pb.ExecuteRequest, context: ServicerContext

@@ -28,6 +28,7 @@ from omnicore.clock import SYSTEM_CLOCK, Clock
 from omnicore.config import join_host_port, split_host_port
 from omnicore.durations import to_duration
 from omnicore.errors import InternalError, OmniError, UnavailableError
+from omnicore.grpc_stream_server import StreamServer
 from omnicore.log import get_logger
 from omnicore.metrics_http import MetricsServer
 from omnicore.security import Security
@@ -46,8 +47,10 @@ from stage_worker.reading import Reads
 from stage_worker.ready_inputs import Releaser
 from stage_worker.registrar import Registrar
 from stage_worker.retention import Retention
+from stage_worker.session_stream import METHOD, SessionStream
+from stage_worker.sessions import SessionSet
 from stage_worker.stage_connectors import connector_options, publishes
-from stage_worker.stage_service import SessionSet, StageServicer
+from stage_worker.stage_service import StageServicer
 from stage_worker.tracing import CallTracing
 from stage_worker.transfer_metrics import TransferMetrics
 from stage_worker.transfer_service import TransferServicer
@@ -100,7 +103,7 @@ class Worker:
         engine, connectors, progress = self.parts.engine, self.parts.connectors, self.parts.progress
         self.load = LoadSource(engine, connectors.usage, lambda: len(self.parts.calls), progress)
         self.vitality = Vitality(progress, self.load, engine.probe)
-        self.sessions = SessionSet()
+        self.sessions = SessionSet(self.parts, self.load, self.vitality, clock)
         self._drain_limit = to_duration(min(config.drain_timeout_s, _MAX_DRAIN_LIMIT_S))
         self.drain = Drain(self.parts.calls, self.parts.flows, self.sessions, clock, limit_s=config.drain_timeout_s)
         self.registrar = Registrar(
@@ -119,6 +122,12 @@ class Worker:
         self._metrics = MetricsServer(self.parts.metrics.scrape)
         self._kv_layout = ""
         self._server: rpc.RunningServer | None = None
+        self._session_server = StreamServer(
+            METHOD,
+            lambda stream: SessionStream(self.sessions, stream),
+            check=lambda caller: self._security.check_caller(METHOD, caller),
+            tls=self._security.server_context,
+        )
         self._tasks: list[asyncio.Task[None]] = []
 
     def _make_parts(self, pipeline: pipeline_pb2.Pipeline, stage: pipeline_pb2.Stage, engine: Engine) -> WorkerParts:
@@ -177,7 +186,14 @@ class Worker:
             interceptors=self._security.interceptors(),
         )
         self.identity.endpoint = join_host_port(advertised, self._server.port)
-        _log.info("listening", address=join_host_port(host, self._server.port), advertised=self.identity.endpoint)
+        session_port = await self._session_server.start(host, config.session_port)
+        self.identity.session_endpoint = join_host_port(advertised, session_port)
+        _log.info(
+            "listening",
+            address=join_host_port(host, self._server.port),
+            advertised=self.identity.endpoint,
+            sessions=self.identity.session_endpoint,
+        )
         self._own(self._sweep(), "sweep")
         if config.metrics:
             metrics_host, metrics_port = split_host_port(config.metrics)
@@ -284,6 +300,7 @@ class Worker:
         self.transfer.close()
         await self.parts.links.close()
         await self._metrics.close()
+        await self._session_server.close()
         if self._server is not None:
             await self._server.stop(_STOP_GRACE_S)
         await self._cancel("sweep")
@@ -300,9 +317,7 @@ class Worker:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _add_servicers(self, server: grpc.aio.Server) -> None:
-        stage = StageServicer(
-            self.parts, self.sessions, self.load, self.vitality, self._clock, self.describe, self._on_control
-        )
+        stage = StageServicer(self.parts, self.sessions, self.load, self.describe, self._on_control)
         stage_service_pb2_grpc.add_StageServiceServicer_to_server(stage, server)
         transfer_service_pb2_grpc.add_TransferServiceServicer_to_server(self.transfer, server)
 
@@ -313,6 +328,7 @@ class Worker:
             ref=self.identity.current,
             instance_uuid=registration.instance_uuid,
             endpoint=registration.endpoint,
+            session_endpoint=registration.session_endpoint,
             state=self.registrar.state,
             load=self.load.report(),
             connectors=registration.connectors,
@@ -328,6 +344,7 @@ class Worker:
             instance_uuid=self.identity.instance_uuid,
             stage=self.identity.current.stage,
             endpoint=self.identity.endpoint,
+            session_endpoint=self.identity.session_endpoint,
             fingerprint=types_pb2.StageFingerprint(
                 model=stage.model,
                 config_sha256=stage.config_sha256,

@@ -45,6 +45,22 @@ async def test_what_follows_at_once_waits_a_little_but_the_end_does_not() -> Non
     await wait_until(lambda: item.flushes == 2, what="the flush after the gap")
 
 
+async def test_an_end_does_not_wait_for_the_gap_of_what_came_just_before() -> None:
+    loop = asyncio.get_running_loop()
+    flusher, item = Flusher(loop), Item()
+    item.flushed_s = loop.time() + 3600  # as if it had been now, on any machine
+    flusher.add(item)
+    await asyncio.sleep(0)
+    assert item.flushes == 0
+    item.status = "finished"
+    flusher.hurry(item)
+    await asyncio.sleep(0)
+    assert item.flushes == 1
+    flusher.hurry(item)  # it waits no more
+    await asyncio.sleep(0)
+    assert item.flushes == 1
+
+
 async def test_one_that_raises_costs_no_other_its_call() -> None:
     def fail() -> None:
         raise ValueError("a bug of ours")

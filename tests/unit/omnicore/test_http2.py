@@ -19,7 +19,8 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from omnicore import errors, http2
-from omnicore.http2 import GrpcClientConnection, frame
+from omnicore.http2 import frame
+from omnicore.http2_client import GrpcClientConnection
 
 END_STREAM, ACK, END_HEADERS, PADDED, HAS_PRIORITY = 0x1, 0x1, 0x4, 0x8, 0x20
 LIMIT = 100_000

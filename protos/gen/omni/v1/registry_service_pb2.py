@@ -27,7 +27,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from omni.v1 import types_pb2 as omni_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eomni/v1/registry_service.proto\x12\x07omni.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x13omni/v1/types.proto\"\x82\x03\n\x0fRegisterRequest\x12\x15\n\rinstance_uuid\x18\x01 \x01(\t\x12 \n\x05stage\x18\x02 \x01(\x0b\x32\x11.omni.v1.StageRef\x12!\n\x14preferred_replica_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08\x65ndpoint\x18\x04 \x01(\t\x12.\n\x0b\x66ingerprint\x18\x05 \x01(\x0b\x32\x19.omni.v1.StageFingerprint\x12+\n\nconnectors\x18\x06 \x03(\x0b\x32\x17.omni.v1.ConnectorOffer\x12%\n\tplacement\x18\x07 \x01(\x0b\x32\x12.omni.v1.Placement\x12$\n\x05state\x18\x08 \x01(\x0e\x32\x15.omni.v1.ReplicaState\x12\x0e\n\x06\x65ngine\x18\t \x01(\t\x12.\n\x0b\x64rain_limit\x18\n \x01(\x0b\x32\x19.google.protobuf.DurationB\x17\n\x15_preferred_replica_id\"\xc1\x01\n\x10RegisterResponse\x12$\n\x07replica\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12\x10\n\x08lease_id\x18\x02 \x01(\x03\x12,\n\tlease_ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x35\n\x12heartbeat_interval\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08revision\x18\x05 \x01(\x04\"\xd7\x01\n\x10HeartbeatRequest\x12$\n\x07replica\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12\x10\n\x08lease_id\x18\x02 \x01(\x03\x12\x15\n\rinstance_uuid\x18\x03 \x01(\t\x12$\n\x05state\x18\x04 \x01(\x0e\x32\x15.omni.v1.ReplicaState\x12!\n\x04load\x18\x05 \x01(\x0b\x32\x13.omni.v1.LoadReport\x12+\n\nconnectors\x18\x06 \x03(\x0b\x32\x17.omni.v1.ConnectorOffer\"\xbb\x01\n\x11HeartbeatResponse\x12.\n\tdirective\x18\x01 \x01(\x0e\x32\x1b.omni.v1.HeartbeatDirective\x12\x30\n\rnext_interval\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08revision\x18\x03 \x01(\x04\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\"\n\x05\x64rain\x18\x05 \x01(\x0b\x32\x13.omni.v1.DrainOrder\"[\n\x11\x44\x65registerRequest\x12$\n\x07replica\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x10\n\x08lease_id\x18\x03 \x01(\x03\"&\n\x12\x44\x65registerResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"r\n\x13ListReplicasRequest\x12\x10\n\x08pipeline\x18\x01 \x01(\t\x12\x15\n\x08stage_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x12\n\npage_token\x18\x04 \x01(\tB\x0b\n\t_stage_id\"t\n\x14ListReplicasResponse\x12\"\n\x08replicas\x18\x01 \x03(\x0b\x32\x10.omni.v1.Replica\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\x04\x12\r\n\x05stale\x18\x04 \x01(\x08\"B\n\x14WatchReplicasRequest\x12\x11\n\tpipelines\x18\x01 \x03(\t\x12\x17\n\x0fresume_revision\x18\x02 \x01(\x04\"\xb8\x01\n\x15WatchReplicasResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\x10\n\x08snapshot\x18\x02 \x01(\x08\x12!\n\x07\x63hanged\x18\x03 \x03(\x0b\x32\x10.omni.v1.Replica\x12$\n\x07removed\x18\x04 \x03(\x0b\x32\x13.omni.v1.ReplicaRef\x12\r\n\x05stale\x18\x05 \x01(\x08\x12#\n\x06lapsed\x18\x06 \x03(\x0b\x32\x13.omni.v1.ReplicaRef*\xbc\x01\n\x12HeartbeatDirective\x12#\n\x1fHEARTBEAT_DIRECTIVE_UNSPECIFIED\x10\x00\x12 \n\x1cHEARTBEAT_DIRECTIVE_CONTINUE\x10\x01\x12\"\n\x1eHEARTBEAT_DIRECTIVE_REREGISTER\x10\x02\x12\x1d\n\x19HEARTBEAT_DIRECTIVE_DRAIN\x10\x03\x12\x1c\n\x18HEARTBEAT_DIRECTIVE_STOP\x10\x04\x32\xba\x03\n\x0fRegistryService\x12?\n\x08Register\x12\x18.omni.v1.RegisterRequest\x1a\x19.omni.v1.RegisterResponse\x12\x46\n\tHeartbeat\x12\x19.omni.v1.HeartbeatRequest\x1a\x1a.omni.v1.HeartbeatResponse(\x01\x30\x01\x12\x45\n\nDeregister\x12\x1a.omni.v1.DeregisterRequest\x1a\x1b.omni.v1.DeregisterResponse\x12\x65\n\x0cListReplicas\x12\x1c.omni.v1.ListReplicasRequest\x1a\x1d.omni.v1.ListReplicasResponse\"\x18\x82\xd3\xe4\x93\x02\x12\x12\x10/api/v1/replicas\x12p\n\rWatchReplicas\x12\x1d.omni.v1.WatchReplicasRequest\x1a\x1e.omni.v1.WatchReplicasResponse\"\x1e\x82\xd3\xe4\x93\x02\x18\x12\x16/api/v1/replicas:watch0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eomni/v1/registry_service.proto\x12\x07omni.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x13omni/v1/types.proto\"\x9c\x03\n\x0fRegisterRequest\x12\x15\n\rinstance_uuid\x18\x01 \x01(\t\x12 \n\x05stage\x18\x02 \x01(\x0b\x32\x11.omni.v1.StageRef\x12!\n\x14preferred_replica_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08\x65ndpoint\x18\x04 \x01(\t\x12.\n\x0b\x66ingerprint\x18\x05 \x01(\x0b\x32\x19.omni.v1.StageFingerprint\x12+\n\nconnectors\x18\x06 \x03(\x0b\x32\x17.omni.v1.ConnectorOffer\x12%\n\tplacement\x18\x07 \x01(\x0b\x32\x12.omni.v1.Placement\x12$\n\x05state\x18\x08 \x01(\x0e\x32\x15.omni.v1.ReplicaState\x12\x0e\n\x06\x65ngine\x18\t \x01(\t\x12.\n\x0b\x64rain_limit\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10session_endpoint\x18\x0b \x01(\tB\x17\n\x15_preferred_replica_id\"\xc1\x01\n\x10RegisterResponse\x12$\n\x07replica\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12\x10\n\x08lease_id\x18\x02 \x01(\x03\x12,\n\tlease_ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x35\n\x12heartbeat_interval\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08revision\x18\x05 \x01(\x04\"\xd7\x01\n\x10HeartbeatRequest\x12$\n\x07replica\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12\x10\n\x08lease_id\x18\x02 \x01(\x03\x12\x15\n\rinstance_uuid\x18\x03 \x01(\t\x12$\n\x05state\x18\x04 \x01(\x0e\x32\x15.omni.v1.ReplicaState\x12!\n\x04load\x18\x05 \x01(\x0b\x32\x13.omni.v1.LoadReport\x12+\n\nconnectors\x18\x06 \x03(\x0b\x32\x17.omni.v1.ConnectorOffer\"\xbb\x01\n\x11HeartbeatResponse\x12.\n\tdirective\x18\x01 \x01(\x0e\x32\x1b.omni.v1.HeartbeatDirective\x12\x30\n\rnext_interval\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08revision\x18\x03 \x01(\x04\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\"\n\x05\x64rain\x18\x05 \x01(\x0b\x32\x13.omni.v1.DrainOrder\"[\n\x11\x44\x65registerRequest\x12$\n\x07replica\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x10\n\x08lease_id\x18\x03 \x01(\x03\"&\n\x12\x44\x65registerResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"r\n\x13ListReplicasRequest\x12\x10\n\x08pipeline\x18\x01 \x01(\t\x12\x15\n\x08stage_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x12\n\npage_token\x18\x04 \x01(\tB\x0b\n\t_stage_id\"t\n\x14ListReplicasResponse\x12\"\n\x08replicas\x18\x01 \x03(\x0b\x32\x10.omni.v1.Replica\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\x04\x12\r\n\x05stale\x18\x04 \x01(\x08\"B\n\x14WatchReplicasRequest\x12\x11\n\tpipelines\x18\x01 \x03(\t\x12\x17\n\x0fresume_revision\x18\x02 \x01(\x04\"\xb8\x01\n\x15WatchReplicasResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\x10\n\x08snapshot\x18\x02 \x01(\x08\x12!\n\x07\x63hanged\x18\x03 \x03(\x0b\x32\x10.omni.v1.Replica\x12$\n\x07removed\x18\x04 \x03(\x0b\x32\x13.omni.v1.ReplicaRef\x12\r\n\x05stale\x18\x05 \x01(\x08\x12#\n\x06lapsed\x18\x06 \x03(\x0b\x32\x13.omni.v1.ReplicaRef*\xbc\x01\n\x12HeartbeatDirective\x12#\n\x1fHEARTBEAT_DIRECTIVE_UNSPECIFIED\x10\x00\x12 \n\x1cHEARTBEAT_DIRECTIVE_CONTINUE\x10\x01\x12\"\n\x1eHEARTBEAT_DIRECTIVE_REREGISTER\x10\x02\x12\x1d\n\x19HEARTBEAT_DIRECTIVE_DRAIN\x10\x03\x12\x1c\n\x18HEARTBEAT_DIRECTIVE_STOP\x10\x04\x32\xba\x03\n\x0fRegistryService\x12?\n\x08Register\x12\x18.omni.v1.RegisterRequest\x1a\x19.omni.v1.RegisterResponse\x12\x46\n\tHeartbeat\x12\x19.omni.v1.HeartbeatRequest\x1a\x1a.omni.v1.HeartbeatResponse(\x01\x30\x01\x12\x45\n\nDeregister\x12\x1a.omni.v1.DeregisterRequest\x1a\x1b.omni.v1.DeregisterResponse\x12\x65\n\x0cListReplicas\x12\x1c.omni.v1.ListReplicasRequest\x1a\x1d.omni.v1.ListReplicasResponse\"\x18\x82\xd3\xe4\x93\x02\x12\x12\x10/api/v1/replicas\x12p\n\rWatchReplicas\x12\x1d.omni.v1.WatchReplicasRequest\x1a\x1e.omni.v1.WatchReplicasResponse\"\x1e\x82\xd3\xe4\x93\x02\x18\x12\x16/api/v1/replicas:watch0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,28 +38,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REGISTRYSERVICE'].methods_by_name['ListReplicas']._serialized_options = b'\202\323\344\223\002\022\022\020/api/v1/replicas'
   _globals['_REGISTRYSERVICE'].methods_by_name['WatchReplicas']._loaded_options = None
   _globals['_REGISTRYSERVICE'].methods_by_name['WatchReplicas']._serialized_options = b'\202\323\344\223\002\030\022\026/api/v1/replicas:watch'
-  _globals['_HEARTBEATDIRECTIVE']._serialized_start=1742
-  _globals['_HEARTBEATDIRECTIVE']._serialized_end=1930
+  _globals['_HEARTBEATDIRECTIVE']._serialized_start=1768
+  _globals['_HEARTBEATDIRECTIVE']._serialized_end=1956
   _globals['_REGISTERREQUEST']._serialized_start=127
-  _globals['_REGISTERREQUEST']._serialized_end=513
-  _globals['_REGISTERRESPONSE']._serialized_start=516
-  _globals['_REGISTERRESPONSE']._serialized_end=709
-  _globals['_HEARTBEATREQUEST']._serialized_start=712
-  _globals['_HEARTBEATREQUEST']._serialized_end=927
-  _globals['_HEARTBEATRESPONSE']._serialized_start=930
-  _globals['_HEARTBEATRESPONSE']._serialized_end=1117
-  _globals['_DEREGISTERREQUEST']._serialized_start=1119
-  _globals['_DEREGISTERREQUEST']._serialized_end=1210
-  _globals['_DEREGISTERRESPONSE']._serialized_start=1212
-  _globals['_DEREGISTERRESPONSE']._serialized_end=1250
-  _globals['_LISTREPLICASREQUEST']._serialized_start=1252
-  _globals['_LISTREPLICASREQUEST']._serialized_end=1366
-  _globals['_LISTREPLICASRESPONSE']._serialized_start=1368
-  _globals['_LISTREPLICASRESPONSE']._serialized_end=1484
-  _globals['_WATCHREPLICASREQUEST']._serialized_start=1486
-  _globals['_WATCHREPLICASREQUEST']._serialized_end=1552
-  _globals['_WATCHREPLICASRESPONSE']._serialized_start=1555
-  _globals['_WATCHREPLICASRESPONSE']._serialized_end=1739
-  _globals['_REGISTRYSERVICE']._serialized_start=1933
-  _globals['_REGISTRYSERVICE']._serialized_end=2375
+  _globals['_REGISTERREQUEST']._serialized_end=539
+  _globals['_REGISTERRESPONSE']._serialized_start=542
+  _globals['_REGISTERRESPONSE']._serialized_end=735
+  _globals['_HEARTBEATREQUEST']._serialized_start=738
+  _globals['_HEARTBEATREQUEST']._serialized_end=953
+  _globals['_HEARTBEATRESPONSE']._serialized_start=956
+  _globals['_HEARTBEATRESPONSE']._serialized_end=1143
+  _globals['_DEREGISTERREQUEST']._serialized_start=1145
+  _globals['_DEREGISTERREQUEST']._serialized_end=1236
+  _globals['_DEREGISTERRESPONSE']._serialized_start=1238
+  _globals['_DEREGISTERRESPONSE']._serialized_end=1276
+  _globals['_LISTREPLICASREQUEST']._serialized_start=1278
+  _globals['_LISTREPLICASREQUEST']._serialized_end=1392
+  _globals['_LISTREPLICASRESPONSE']._serialized_start=1394
+  _globals['_LISTREPLICASRESPONSE']._serialized_end=1510
+  _globals['_WATCHREPLICASREQUEST']._serialized_start=1512
+  _globals['_WATCHREPLICASREQUEST']._serialized_end=1578
+  _globals['_WATCHREPLICASRESPONSE']._serialized_start=1581
+  _globals['_WATCHREPLICASRESPONSE']._serialized_end=1765
+  _globals['_REGISTRYSERVICE']._serialized_start=1959
+  _globals['_REGISTRYSERVICE']._serialized_end=2401
 # @@protoc_insertion_point(module_scope)

@@ -73,6 +73,7 @@ class RegisterRequest(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     DRAIN_LIMIT_FIELD_NUMBER: _builtins.int
+    SESSION_ENDPOINT_FIELD_NUMBER: _builtins.int
     instance_uuid: _builtins.str
     """Chosen by the worker process at start, kept over reconnects. UUID, required."""
     preferred_replica_id: _builtins.int
@@ -83,6 +84,8 @@ class RegisterRequest(_message.Message):
     """STARTING (the engine still loads) or READY. Others are refused."""
     engine: _builtins.str
     """Name of the engine behind it."""
+    session_endpoint: _builtins.str
+    """Where it serves StageService.Session alone, as "host:port"; empty: only at `endpoint`, which must serve it, too."""
     @_builtins.property
     def stage(self) -> _types_pb2.StageRef:
         """The stage this instance wants to serve. Required."""
@@ -118,10 +121,11 @@ class RegisterRequest(_message.Message):
         state: _types_pb2.ReplicaState.ValueType = ...,
         engine: _builtins.str = ...,
         drain_limit: _duration_pb2.Duration | None = ...,
+        session_endpoint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_preferred_replica_id", b"_preferred_replica_id", "drain_limit", b"drain_limit", "fingerprint", b"fingerprint", "placement", b"placement", "preferred_replica_id", b"preferred_replica_id", "stage", b"stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_preferred_replica_id", b"_preferred_replica_id", "connectors", b"connectors", "drain_limit", b"drain_limit", "endpoint", b"endpoint", "engine", b"engine", "fingerprint", b"fingerprint", "instance_uuid", b"instance_uuid", "placement", b"placement", "preferred_replica_id", b"preferred_replica_id", "stage", b"stage", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_preferred_replica_id", b"_preferred_replica_id", "connectors", b"connectors", "drain_limit", b"drain_limit", "endpoint", b"endpoint", "engine", b"engine", "fingerprint", b"fingerprint", "instance_uuid", b"instance_uuid", "placement", b"placement", "preferred_replica_id", b"preferred_replica_id", "session_endpoint", b"session_endpoint", "stage", b"stage", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__preferred_replica_id: _TypeAlias = _typing.Literal["preferred_replica_id"]  # noqa: Y015
     _WhichOneofArgType__preferred_replica_id: _TypeAlias = _typing.Literal["_preferred_replica_id", b"_preferred_replica_id"]  # noqa: Y015

@@ -26,33 +26,33 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13omni/v1/types.proto\x12\x07omni.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\".\n\x08StageRef\x12\x10\n\x08pipeline\x18\x01 \x01(\t\x12\x10\n\x08stage_id\x18\x02 \x01(\r\"Q\n\nReplicaRef\x12 \n\x05stage\x18\x01 \x01(\x0b\x32\x11.omni.v1.StageRef\x12\x12\n\nreplica_id\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\xdb\x03\n\x07Replica\x12 \n\x03ref\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12\x15\n\rinstance_uuid\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12$\n\x05state\x18\x04 \x01(\x0e\x32\x15.omni.v1.ReplicaState\x12\x0f\n\x07suspect\x18\x05 \x01(\x08\x12\x10\n\x08\x63ordoned\x18\x06 \x01(\x08\x12!\n\x04load\x18\x07 \x01(\x0b\x32\x13.omni.v1.LoadReport\x12+\n\nconnectors\x18\x08 \x03(\x0b\x32\x17.omni.v1.ConnectorOffer\x12%\n\tplacement\x18\t \x01(\x0b\x32\x12.omni.v1.Placement\x12.\n\x0b\x66ingerprint\x18\n \x01(\x0b\x32\x19.omni.v1.StageFingerprint\x12\x31\n\rregister_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06\x65ngine\x18\x0c \x01(\t\x12\"\n\x05\x64rain\x18\r \x01(\x0b\x32\x13.omni.v1.DrainOrder\x12.\n\x0b\x64rain_limit\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\"W\n\nDrainOrder\x12(\n\x05limit\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07restart\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x83\x01\n\x10StageFingerprint\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rconfig_sha256\x18\x02 \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x03 \x01(\r\x12\x11\n\tkv_layout\x18\x04 \x01(\t\x12\x18\n\x10protocol_version\x18\x05 \x01(\t\"\xb1\x01\n\nLoadReport\x12\x14\n\x0cqueue_length\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x16\n\x0ekv_usage_ratio\x18\x04 \x01(\x01\x12 \n\x18transfer_pool_free_bytes\x18\x05 \x01(\x04\x12\x1a\n\x12inflight_transfers\x18\x06 \x01(\r\x12\x15\n\routputs_total\x18\x07 \x01(\x04\"Q\n\x0e\x43onnectorOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07healthy\x18\x03 \x01(\x08\x12\x0f\n\x07\x62\x61\x63kend\x18\x04 \x01(\t\"a\n\tPlacement\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x03 \x03(\t\x12\x17\n\x0ftopology_domain\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r*\x98\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16REPLICA_STATE_STARTING\x10\x01\x12\x17\n\x13REPLICA_STATE_READY\x10\x02\x12\x18\n\x14REPLICA_STATE_ASLEEP\x10\x03\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x04*e\n\rSessionPolicy\x12\x1e\n\x1aSESSION_POLICY_UNSPECIFIED\x10\x00\x12\x19\n\x15SESSION_POLICY_REBIND\x10\x01\x12\x19\n\x15SESSION_POLICY_STRICT\x10\x02*\xcf\x01\n\rControlMethod\x12\x1e\n\x1a\x43ONTROL_METHOD_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43ONTROL_METHOD_SLEEP\x10\x01\x12\x1a\n\x16\x43ONTROL_METHOD_WAKE_UP\x10\x02\x12 \n\x1c\x43ONTROL_METHOD_START_PROFILE\x10\x03\x12\x1f\n\x1b\x43ONTROL_METHOD_STOP_PROFILE\x10\x04\x12%\n!CONTROL_METHOD_RESET_PREFIX_CACHE\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13omni/v1/types.proto\x12\x07omni.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\".\n\x08StageRef\x12\x10\n\x08pipeline\x18\x01 \x01(\t\x12\x10\n\x08stage_id\x18\x02 \x01(\r\"Q\n\nReplicaRef\x12 \n\x05stage\x18\x01 \x01(\x0b\x32\x11.omni.v1.StageRef\x12\x12\n\nreplica_id\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\xf5\x03\n\x07Replica\x12 \n\x03ref\x18\x01 \x01(\x0b\x32\x13.omni.v1.ReplicaRef\x12\x15\n\rinstance_uuid\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12$\n\x05state\x18\x04 \x01(\x0e\x32\x15.omni.v1.ReplicaState\x12\x0f\n\x07suspect\x18\x05 \x01(\x08\x12\x10\n\x08\x63ordoned\x18\x06 \x01(\x08\x12!\n\x04load\x18\x07 \x01(\x0b\x32\x13.omni.v1.LoadReport\x12+\n\nconnectors\x18\x08 \x03(\x0b\x32\x17.omni.v1.ConnectorOffer\x12%\n\tplacement\x18\t \x01(\x0b\x32\x12.omni.v1.Placement\x12.\n\x0b\x66ingerprint\x18\n \x01(\x0b\x32\x19.omni.v1.StageFingerprint\x12\x31\n\rregister_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06\x65ngine\x18\x0c \x01(\t\x12\"\n\x05\x64rain\x18\r \x01(\x0b\x32\x13.omni.v1.DrainOrder\x12.\n\x0b\x64rain_limit\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10session_endpoint\x18\x0f \x01(\t\"W\n\nDrainOrder\x12(\n\x05limit\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07restart\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x83\x01\n\x10StageFingerprint\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rconfig_sha256\x18\x02 \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x03 \x01(\r\x12\x11\n\tkv_layout\x18\x04 \x01(\t\x12\x18\n\x10protocol_version\x18\x05 \x01(\t\"\xb1\x01\n\nLoadReport\x12\x14\n\x0cqueue_length\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x16\n\x0ekv_usage_ratio\x18\x04 \x01(\x01\x12 \n\x18transfer_pool_free_bytes\x18\x05 \x01(\x04\x12\x1a\n\x12inflight_transfers\x18\x06 \x01(\r\x12\x15\n\routputs_total\x18\x07 \x01(\x04\"Q\n\x0e\x43onnectorOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07healthy\x18\x03 \x01(\x08\x12\x0f\n\x07\x62\x61\x63kend\x18\x04 \x01(\t\"a\n\tPlacement\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x03 \x03(\t\x12\x17\n\x0ftopology_domain\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r*\x98\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16REPLICA_STATE_STARTING\x10\x01\x12\x17\n\x13REPLICA_STATE_READY\x10\x02\x12\x18\n\x14REPLICA_STATE_ASLEEP\x10\x03\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x04*e\n\rSessionPolicy\x12\x1e\n\x1aSESSION_POLICY_UNSPECIFIED\x10\x00\x12\x19\n\x15SESSION_POLICY_REBIND\x10\x01\x12\x19\n\x15SESSION_POLICY_STRICT\x10\x02*\xcf\x01\n\rControlMethod\x12\x1e\n\x1a\x43ONTROL_METHOD_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43ONTROL_METHOD_SLEEP\x10\x01\x12\x1a\n\x16\x43ONTROL_METHOD_WAKE_UP\x10\x02\x12 \n\x1c\x43ONTROL_METHOD_START_PROFILE\x10\x03\x12\x1f\n\x1b\x43ONTROL_METHOD_STOP_PROFILE\x10\x04\x12%\n!CONTROL_METHOD_RESET_PREFIX_CACHE\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'omni.v1.types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REPLICASTATE']._serialized_start=1292
-  _globals['_REPLICASTATE']._serialized_end=1444
-  _globals['_SESSIONPOLICY']._serialized_start=1446
-  _globals['_SESSIONPOLICY']._serialized_end=1547
-  _globals['_CONTROLMETHOD']._serialized_start=1550
-  _globals['_CONTROLMETHOD']._serialized_end=1757
+  _globals['_REPLICASTATE']._serialized_start=1318
+  _globals['_REPLICASTATE']._serialized_end=1470
+  _globals['_SESSIONPOLICY']._serialized_start=1472
+  _globals['_SESSIONPOLICY']._serialized_end=1573
+  _globals['_CONTROLMETHOD']._serialized_start=1576
+  _globals['_CONTROLMETHOD']._serialized_end=1783
   _globals['_STAGEREF']._serialized_start=97
   _globals['_STAGEREF']._serialized_end=143
   _globals['_REPLICAREF']._serialized_start=145
   _globals['_REPLICAREF']._serialized_end=226
   _globals['_REPLICA']._serialized_start=229
-  _globals['_REPLICA']._serialized_end=704
-  _globals['_DRAINORDER']._serialized_start=706
-  _globals['_DRAINORDER']._serialized_end=793
-  _globals['_STAGEFINGERPRINT']._serialized_start=796
-  _globals['_STAGEFINGERPRINT']._serialized_end=927
-  _globals['_LOADREPORT']._serialized_start=930
-  _globals['_LOADREPORT']._serialized_end=1107
-  _globals['_CONNECTOROFFER']._serialized_start=1109
-  _globals['_CONNECTOROFFER']._serialized_end=1190
-  _globals['_PLACEMENT']._serialized_start=1192
-  _globals['_PLACEMENT']._serialized_end=1289
+  _globals['_REPLICA']._serialized_end=730
+  _globals['_DRAINORDER']._serialized_start=732
+  _globals['_DRAINORDER']._serialized_end=819
+  _globals['_STAGEFINGERPRINT']._serialized_start=822
+  _globals['_STAGEFINGERPRINT']._serialized_end=953
+  _globals['_LOADREPORT']._serialized_start=956
+  _globals['_LOADREPORT']._serialized_end=1133
+  _globals['_CONNECTOROFFER']._serialized_start=1135
+  _globals['_CONNECTOROFFER']._serialized_end=1216
+  _globals['_PLACEMENT']._serialized_start=1218
+  _globals['_PLACEMENT']._serialized_end=1315
 # @@protoc_insertion_point(module_scope)

@@ -202,6 +202,7 @@ class Replica(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     DRAIN_LIMIT_FIELD_NUMBER: _builtins.int
+    SESSION_ENDPOINT_FIELD_NUMBER: _builtins.int
     instance_uuid: _builtins.str
     """Chosen by the worker process at start, kept over reconnects."""
     endpoint: _builtins.str
@@ -214,6 +215,8 @@ class Replica(_message.Message):
     """An operator took it out of routing."""
     engine: _builtins.str
     """Name of the engine behind it: "sim", "vllm", …"""
+    session_endpoint: _builtins.str
+    """Where it serves StageService.Session alone, more cheaply than at `endpoint`, as "host:port". Empty: only there."""
     @_builtins.property
     def ref(self) -> Global___ReplicaRef:
         """Which claim this is."""
@@ -263,10 +266,11 @@ class Replica(_message.Message):
         engine: _builtins.str = ...,
         drain: Global___DrainOrder | None = ...,
         drain_limit: _duration_pb2.Duration | None = ...,
+        session_endpoint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "drain_limit", b"drain_limit", "fingerprint", b"fingerprint", "load", b"load", "placement", b"placement", "ref", b"ref", "register_time", b"register_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connectors", b"connectors", "cordoned", b"cordoned", "drain", b"drain", "drain_limit", b"drain_limit", "endpoint", b"endpoint", "engine", b"engine", "fingerprint", b"fingerprint", "instance_uuid", b"instance_uuid", "load", b"load", "placement", b"placement", "ref", b"ref", "register_time", b"register_time", "state", b"state", "suspect", b"suspect"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connectors", b"connectors", "cordoned", b"cordoned", "drain", b"drain", "drain_limit", b"drain_limit", "endpoint", b"endpoint", "engine", b"engine", "fingerprint", b"fingerprint", "instance_uuid", b"instance_uuid", "load", b"load", "placement", b"placement", "ref", b"ref", "register_time", b"register_time", "session_endpoint", b"session_endpoint", "state", b"state", "suspect", b"suspect"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,306 @@
+"""Serves one bidirectional gRPC method, each of its streams on a connection of its own: the other end of
+``grpc_stream``, and of any gRPC client.
+
+gRPC's Python server wakes three threads for a message; here, too, nothing is scheduled between the socket and whoever
+takes the messages. All other methods are served by ``omnicore.rpc``, at another port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from omnicore import errors
+from omnicore.grpc_stream import KEEPALIVE_S, KEEPALIVE_TIMEOUT_S, StreamProtocol
+from omnicore.http2_server import GrpcServerConnection
+from omnicore.log import get_logger
+from omnicore.rpc import MAX_MESSAGE_BYTES
+
+_log = get_logger(__name__)
+
+GOODBYE_S = 3.0
+"""How long a client may take to read the status and close; then the connection is cut."""
+_HANDSHAKE_S = 10.0  # for TLS, and for a first word of HTTP/2
+_BACKLOG = 128
+_ACCEPT_PAUSE_S = 0.1  # when the process has no descriptors left
+_MOST_UNREAD = 2 * MAX_MESSAGE_BYTES
+"""Bytes. No message is added to what is ``full``: this is answers to pings and the like that a client does not read."""
+
+
+class StreamHandler(Protocol):
+    """Takes what comes on one stream. Its methods must be quick and must not block; what ``on_message`` and
+    ``on_half_close`` raise ends the stream with that status."""
+
+    def on_message(self, message: bytes) -> None:
+        """One message."""
+        ...
+
+    def on_half_close(self) -> None:
+        """The client sends no more."""
+        ...
+
+    def on_room(self) -> None:
+        """The stream was ``full``, and is not any more."""
+        ...
+
+    def on_end(self) -> None:
+        """The stream is over: finished, failed, cancelled, or its connection lost. Told once."""
+        ...
+
+
+class Caller:
+    """Who has opened a stream, as ``omnicore.authorize`` asks for it."""
+
+    def __init__(self, transport: asyncio.BaseTransport, metadata: Sequence[tuple[str, str | bytes]]) -> None:
+        self._transport = transport
+        self._metadata = metadata
+
+    def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]:
+        """As ``grpc.aio.ServicerContext`` has it."""
+        return self._metadata
+
+    def auth_context(self) -> Mapping[str, Sequence[bytes]]:
+        """As ``grpc.aio.ServicerContext`` has it: names of the client's certificate; empty without TLS."""
+        shown = self._transport.get_extra_info("peercert") or {}
+        common = [value for part in shown.get("subject", ()) for name, value in part if name == "commonName"]
+        dns = [value for kind, value in shown.get("subjectAltName", ()) if kind == "DNS"]
+        return {"peer_dns": [name.encode() for name in dns], "x509_common_name": [name.encode() for name in common]}
+
+    def peer(self) -> str:
+        """As ``grpc.aio.ServicerContext`` has it."""
+        host, port = self._transport.get_extra_info("peername")[:2]
+        return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+
+
+class ServedStream(StreamProtocol):
+    """One stream, from the connection to the status."""
+
+    def __init__(self, server: StreamServer) -> None:
+        connection = GrpcServerConnection(MAX_MESSAGE_BYTES)
+        super().__init__(connection, server.keepalive_s, server.keepalive_timeout_s)
+        self._connection: GrpcServerConnection = connection
+        self._server = server
+        self._handler: StreamHandler | None = None
+        self._paused = False
+        self._half_close_told = False
+        self._ended = False
+        self._limit: asyncio.TimerHandle | None = self._loop.call_later(_HANDSHAKE_S, self._give_up)
+
+    # -- what its user does --
+
+    @property
+    def full(self) -> bool:
+        """What was written has not left: write no more before ``on_room``."""
+        return self._paused or bool(self._connection.queued_bytes)
+
+    def write(self, message: bytes) -> None:
+        """Send one message; nothing happens once the stream has ended."""
+        if not self._ended:
+            self._write(message)
+
+    def finish(self, error: Exception | None = None) -> None:
+        """End it, with OK or with the status of ``error``. The client has a little time to read it."""
+        if self._ended:
+            return
+        if error is None:
+            self._connection.finish(grpc.StatusCode.OK, "")
+        else:
+            typed = errors.from_exception(error)
+            if isinstance(typed, errors.InternalError) and typed is not error:
+                _log.error("stream failed", method=self._server.path, exc_info=error)
+            self._connection.finish(typed.code, typed.message, errors.trailers(typed))
+        self._end()
+        if self._transport is not None:
+            self._flush()
+            self._limit = self._loop.call_later(GOODBYE_S, self._close)
+
+    # -- what the event loop tells --
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Of ``asyncio.Protocol``."""
+        self._server.streams.add(self)
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Of ``asyncio.Protocol``."""
+        self._heard_s = self._loop.time()
+        connection = self._connection
+        was_full = bool(connection.queued_bytes)
+        messages = connection.receive(data)
+        try:
+            if self._handler is None and connection.path and not self._ended:
+                self._begin()
+            if self._handler is not None:
+                for message in messages:
+                    if self._ended:
+                        break
+                    self._handler.on_message(message)
+                if connection.half_closed and not self._half_close_told and not self._ended:
+                    self._half_close_told = True
+                    self._handler.on_half_close()
+        except DecodeError as error:
+            what = f"not a request of {self._server.path}: {error}"
+            self.finish(errors.InvalidRequestError(what, reason="MALFORMED_MESSAGE"))
+        except Exception as error:  # noqa: BLE001 -- the edge of the process: everything becomes a status
+            self.finish(error)
+        if connection.gone:
+            self._lost(connection.gone)
+        elif self._transport is not None:
+            self._flush()
+            if self._transport.get_write_buffer_size() > _MOST_UNREAD:
+                self._lost("the client does not read")
+            elif was_full and not self.full and self._handler is not None and not self._ended:
+                self._handler.on_room()
+
+    def pause_writing(self) -> None:
+        """Of ``asyncio.Protocol``."""
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        """Of ``asyncio.Protocol``."""
+        self._paused = False
+        if self._handler is not None and not self._ended and not self.full:
+            self._handler.on_room()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Of ``asyncio.Protocol``."""
+        self._server.streams.discard(self)
+        super().connection_lost(error)
+
+    # -- inside --
+
+    def _begin(self) -> None:
+        """The request is there. Raises why it is not taken."""
+        self._set_limit(None)
+        connection, server = self._connection, self._server
+        if connection.over:
+            return self._end()  # no gRPC: it was answered so
+        assert self._transport is not None
+        if connection.path != server.path:
+            raise errors.UnimplementedError(
+                f"{connection.path} is not served here, only {server.path}", reason="UNKNOWN_METHOD"
+            )
+        server.check(Caller(self._transport, connection.metadata))
+        connection.respond()
+        self._handler = server.new_handler(self)
+        return None
+
+    def _give_up(self) -> None:
+        self._lost("nothing was asked")
+
+    def _lost(self, why: str) -> None:
+        self._end()
+        self._close()
+
+    def _close(self) -> None:
+        self._set_limit(None)
+        super()._close()
+
+    def _set_limit(self, limit: asyncio.TimerHandle | None) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+        self._limit = limit
+
+    def _end(self) -> None:
+        if not self._ended:
+            self._ended = True
+            if self._handler is not None:
+                self._handler.on_end()
+
+
+class StreamServer:
+    """Serves ``path`` ("/package.Service/Method") from ``start`` to ``close``."""
+
+    def __init__(
+        self,
+        path: str,
+        new_handler: Callable[[ServedStream], StreamHandler],
+        *,
+        check: Callable[[Caller], None] = lambda _: None,
+        tls: Callable[[], ssl.SSLContext | None] = lambda: None,
+        keepalive_s: float = KEEPALIVE_S,
+        keepalive_timeout_s: float = KEEPALIVE_TIMEOUT_S,
+    ) -> None:
+        """``check`` raises what a caller is refused with. ``tls`` is asked for every connection, so that changed
+        certificates are shown from the next one on; None: plaintext."""
+        self.path = path
+        self.new_handler = new_handler
+        self.check = check
+        self.keepalive_s = keepalive_s
+        self.keepalive_timeout_s = keepalive_timeout_s
+        self.streams: set[ServedStream] = set()
+        """Connections that are open."""
+        self._tls = tls
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._greeting: set[asyncio.Task[None]] = set()
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen, and return the port. Raises ``UnavailableError`` for an address that cannot be bound."""
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, _, _, _, address = found[0]
+            every = family == socket.AF_INET6 and address[0] == "::"
+            listener = socket.create_server(
+                address[:2], family=family, backlog=_BACKLOG, dualstack_ipv6=every and socket.has_dualstack_ipv6()
+            )
+        except OSError as error:
+            raise errors.UnavailableError(
+                f"cannot listen on {host}:{port}: {error}", reason="BIND", metadata={"address": f"{host}:{port}"}
+            ) from error
+        listener.setblocking(False)
+        self._listener = listener
+        self._accepting = asyncio.create_task(self._accept(listener), name=f"accept {self.path}")
+        return int(listener.getsockname()[1])
+
+    async def close(self) -> None:
+        """Take no more, and cut what is open. May be called more than once."""
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.wait([self._accepting])
+            self._accepting = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        for task in self._greeting:
+            task.cancel()
+        if self._greeting:
+            await asyncio.wait(self._greeting)
+        for stream in list(self.streams):
+            stream.finish(errors.UnavailableError("this server stops"))
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:  # a client that is gone already, or too many files open
+                _log.warning("cannot accept", method=self.path, reason=str(error))
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            task = asyncio.create_task(self._greet(connection), name="greet")
+            self._greeting.add(task)
+            task.add_done_callback(self._greeting.discard)
+
+    async def _greet(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.ExitStack() as stack:
+            stack.callback(connection.close)
+            try:
+                context = self._tls()
+                limit_s = _HANDSHAKE_S if context is not None else None
+                await loop.connect_accepted_socket(
+                    lambda: ServedStream(self), connection, ssl=context, ssl_handshake_timeout=limit_s
+                )
+            except (OSError, errors.OmniError) as error:  # of TLS, mostly
+                _log.warning("connection refused", method=self.path, reason=str(error))
+                return
+            stack.pop_all()
