@@ -1,9 +1,11 @@
-"""What one message of a session costs its client: by gRPC's own client, and by ``omnicore.grpc_stream``.
+"""What one message of a session costs its two ends: by gRPC's own client and server, and by ours
+(``omnicore.grpc_stream``, ``omnicore.grpc_stream_server``).
 
     python -m bench.streams [--quick]
 
-The server is gRPC's, in a process and on a core of its own; a message is a frame with the events of an engine step for
-32 requests. CPU is that of the client's process with all its threads, parsing included. Both clients take turns:
+Client and server have a process and a core each; a message is a frame with the events of an engine step for 32
+requests. CPU is that of a process with all its threads, coding of messages included. Clients are measured at gRPC's
+server, servers with our client, and all take turns:
 
 * **as fast as it can**: the server writes frame after frame, which arrive several at a time;
 * **one every 10 ms**: as an engine does;
@@ -29,6 +31,7 @@ from omni.v1 import stage_service_pb2 as pb
 from omni.v1 import stage_service_pb2_grpc as pb_grpc
 from omnicore import rpc
 from omnicore.grpc_stream import Dial, GrpcStream, open_stream
+from omnicore.grpc_stream_server import ServedStream, StreamServer
 
 EVENTS = 32
 PERIOD_S = 0.01
@@ -75,31 +78,75 @@ class _Server(pb_grpc.StageServiceServicer):
             return
 
 
+class _Handler:
+    """The same on a stream of our own."""
+
+    def __init__(self, stream: ServedStream) -> None:
+        self._stream = stream
+        self._frame = _frame()
+        self._room = asyncio.Event()
+        self._frames: asyncio.Task[None] | None = None
+
+    def on_message(self, message: bytes) -> None:
+        request = pb.SessionRequest.FromString(message)
+        if request.aborts:
+            self._stream.write(self._frame.SerializeToString())
+        else:
+            frames, period_s = request.hello.gateway_id.split()
+            self._frames = asyncio.create_task(self._send(int(frames), float(period_s)))
+
+    async def _send(self, frames: int, period_s: float) -> None:
+        for _ in range(frames):
+            self._stream.write(self._frame.SerializeToString())
+            if self._stream.full:
+                self._room.clear()
+                await self._room.wait()
+            if period_s:
+                await asyncio.sleep(period_s)
+        self._stream.finish()
+
+    def on_room(self) -> None:
+        self._room.set()
+
+    def on_half_close(self) -> None:
+        self._stream.finish()
+
+    def on_end(self) -> None:
+        self._room.set()
+
+
 async def _serve() -> None:
     def add(server: Any) -> None:
         pb_grpc.add_StageServiceServicer_to_server(_Server(), server)  # type: ignore[abstract]
 
     running = await rpc.serve(add, (), host="127.0.0.1", port=0)
 
+    own = StreamServer(_METHOD, _Handler)
+    ports = {"grpc": running.port, "own": await own.start("127.0.0.1", 0)}
+
     async def answer(_: dict[str, Any]) -> dict[str, Any]:
-        return {"port": running.port}
+        return {"ports": ports, "cpu_s": time.process_time()}
 
     await harness.serve_lines(answer)
+    await own.close()
     await running.stop(0)
 
 
 # -- the clients --
 
 _PING = pb.SessionRequest(aborts=[1])
-Times = dict[str, tuple[float, float]]
-"""By what was done: CPU and wall time of one frame, in µs."""
+Times = dict[str, tuple[float, float, float]]
+"""By what was done: CPU of the client, of the server, and wall time of one frame, in µs."""
 
 
-async def _timed(frames: int, work: Awaitable[int]) -> tuple[float, float]:
-    cpu_s, wall_s = time.process_time(), time.monotonic()
+async def _timed(server: harness.Helper, frames: int, work: Awaitable[int]) -> tuple[float, float, float]:
+    begin = time.process_time(), float((await server.ask("cpu"))["cpu_s"]), time.monotonic()
     done = await work
+    wall_s = time.monotonic()
+    end = time.process_time(), float((await server.ask("cpu"))["cpu_s"]), wall_s
     assert done == frames, f"{done} of {frames} frames came"
-    return (time.process_time() - cpu_s) / frames * 1e6, (time.monotonic() - wall_s) / frames * 1e6
+    client, served, wall = ((after - before) / frames * 1e6 for before, after in zip(begin, end, strict=True))
+    return client, served, wall
 
 
 def _take(frame: pb.SessionResponse) -> None:
@@ -170,51 +217,60 @@ class _ByOwn:
         return self._count
 
 
-async def _round(way: type[_ByGrpc | _ByOwn], address: str, effort: Effort) -> Times:
+async def _round(server: harness.Helper, way: type[_ByGrpc | _ByOwn], address: str, effort: Effort) -> Times:
     times: Times = {}
     for name, frames, period_s in (("fast", effort.fast, 0.0), ("paced", effort.paced, PERIOD_S)):
         greeting = pb.SessionRequest(hello=pb.SessionHello(gateway_id=f"{frames} {period_s}"))
         async with way.opened(address) as client:
             await client.pings(_WARM)
             if not times:
-                times["ping"] = await _timed(effort.pings, client.pings(effort.pings))
-            times[name] = await _timed(frames, client.stream(greeting))
+                times["ping"] = await _timed(server, effort.pings, client.pings(effort.pings))
+            times[name] = await _timed(server, frames, client.stream(greeting))
     return times
 
 
 async def measure(effort: Effort) -> dict[str, float]:
     """Medians of all rounds, and of the ratio in each."""
-    ways: dict[str, type[_ByGrpc | _ByOwn]] = {"grpc": _ByGrpc, "own": _ByOwn}
+    pairs: dict[str, tuple[type[_ByGrpc | _ByOwn], str]] = {
+        "client_grpc": (_ByGrpc, "grpc"),
+        "client_own": (_ByOwn, "grpc"),
+        "server_own": (_ByOwn, "own"),
+    }
     rounds: list[dict[str, Times]] = []
     cores = sorted(os.sched_getaffinity(0))
     async with harness.Helper("server", [sys.executable, "-m", "bench.streams", "--serve"]) as server:
-        address = f"127.0.0.1:{(await server.ask('port'))['port']}"
+        ports = (await server.ask("ports"))["ports"]
         if len(cores) > 1:
             harness.pin(server.pid, {cores[0]})
             os.sched_setaffinity(0, {cores[1]})
         for number in range(effort.rounds):
-            order = list(ways) if number % 2 else list(reversed(ways))
-            rounds.append({way: await _round(ways[way], address, effort) for way in order})
+            order = list(pairs) if number % 2 else list(reversed(pairs))
+            of_round = {}
+            for name in order:
+                way, port = pairs[name]
+                of_round[name] = await _round(server, way, f"127.0.0.1:{ports[port]}", effort)
+            # gRPC's server with our client is what our server is held against.
+            rounds.append({**of_round, "server_grpc": of_round["client_own"]})
     figures: dict[str, float] = {}
     for what in ("fast", "paced", "ping"):
-        for index, unit in enumerate(("cpu_us", "wall_us")):
-            for way in ways:
-                figures[f"{what}_{way}_{unit}"] = statistics.median(times[way][what][index] for times in rounds)
-            ratios = [times["own"][what][index] / times["grpc"][what][index] for times in rounds]
-            figures[f"{what}_{unit}_ratio"] = statistics.median(ratios)
+        for end, index in (("client", 0), ("server", 1)):
+            for unit, at in (("cpu_us", index), ("wall_us", 2)):
+                for library in CLIENTS:
+                    key = f"{what}_{end}_{library}_{unit}"
+                    figures[key] = statistics.median(times[f"{end}_{library}"][what][at] for times in rounds)
+                ratios = [times[f"{end}_own"][what][at] / times[f"{end}_grpc"][what][at] for times in rounds]
+                figures[f"{what}_{end}_{unit}_ratio"] = statistics.median(ratios)
     return figures
 
 
 def _report(figures: dict[str, float]) -> None:
     titles = {"fast": "as fast as it can", "paced": f"one every {PERIOD_S * 1e3:g} ms", "ping": "ping-pong"}
-    rows = [
-        [title, *(figures[f"{what}_{key}"] for key in ("grpc_cpu_us", "own_cpu_us", "cpu_us_ratio")),
-         *(figures[f"{what}_{key}"] for key in ("grpc_wall_us", "own_wall_us"))]
-        for what, title in titles.items()
-    ]  # fmt: skip
     columns = ["frames of 32 events", *(f"{name}: CPU µs" for name in CLIENTS.values()), "ratio"]
     columns += [f"{name}: wall µs" for name in CLIENTS.values()]
-    harness.report("streams", "what a frame costs the client", columns, rows)
+    keys = ("grpc_cpu_us", "own_cpu_us", "cpu_us_ratio", "grpc_wall_us", "own_wall_us")
+    for end in ("client", "server"):
+        rows = [[title, *(figures[f"{what}_{end}_{key}"] for key in keys)] for what, title in titles.items()]
+        harness.report("streams", f"what a frame costs the {end}", columns, rows)
 
 
 def main() -> None:
