@@ -10,13 +10,15 @@ import sys
 from omni.v1 import admin_service_pb2 as pb
 from omni.v1 import types_pb2
 from omnicore.clock import SYSTEM_CLOCK
-from omnicore.durations import to_duration
+from omnicore.durations import to_duration, to_seconds
 from omnictl import connect, failures, output, refs, rows
 from omnictl.commands.base import Commands, add_output_flag, settings_of
-from omnictl.settings import seconds
+from omnictl.settings import Settings, seconds
 from omnictl.streams import responses
+from omnictl.successors import Place, Successors
 
 _MAX_UNAVAILABLE = 10_000  # what the control plane takes
+_READY_TIMEOUT_S = 600.0  # what it waits if it is not told
 
 
 def add(commands: Commands) -> None:
@@ -32,9 +34,10 @@ def add(commands: Commands) -> None:
         ),
         notes=(
             "Each replica is drained, its launcher starts a new process, and once that is READY under the same id the\n"
-            "next one's turn comes. If one has not left a minute after its deadline, or is not back in time, the\n"
-            "rest is left alone and the exit code is 6. Replicas that are cordoned, drained for good or evicted\n"
-            "before or in their turn are left alone, without an error.\n"
+            "next one's turn comes. If it takes long, a note on stderr says what is awaited and who must start it. If\n"
+            "one has not left a minute after its deadline, or is not back in time, the rest is left alone and the\n"
+            "exit code is 6. Replicas that are cordoned, drained for good or evicted before or in their turn are left\n"
+            "alone, without an error.\n"
             "Ctrl-C ends the command after the replicas that are under way; those finish by themselves."
         ),
     )
@@ -71,20 +74,28 @@ async def _run(args: argparse.Namespace) -> int:
         request.stage.CopyFrom(types_pb2.StageRef(pipeline=plan.name, stage_id=stage_id))
     begun_s = SYSTEM_CLOCK.monotonic()
     # The same request goes on where it ended, at whichever control plane answers.
-    steps = responses(
-        settings,
-        lambda plane: plane.admin.RestartStage(request),
-        note=lambda text: print(text, file=sys.stderr),
-        may_end=True,
-    )
+    steps = responses(settings, lambda plane: plane.admin.RestartStage(request), note=_note, may_end=True)
+    ready_timeout_s = to_seconds(request.ready_timeout) or _READY_TIMEOUT_S
+    successors = Successors(lambda place: _holder(settings, place), _note, ready_timeout_s)
     try:
-        async with contextlib.aclosing(steps):
+        async with contextlib.aclosing(successors), contextlib.aclosing(steps):
             async for step in steps:
                 _print(step, args.output, SYSTEM_CLOCK.monotonic() - begun_s)
+                successors.take(step)
     except asyncio.CancelledError:
-        print("note: replicas that were asked to drain go on; the rest of the stage is left alone", file=sys.stderr)
+        _note("note: replicas that were asked to drain go on; the rest of the stage is left alone")
         raise
     return 0
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+async def _holder(settings: Settings, place: Place) -> types_pb2.Replica | None:
+    async with connect.control_plane(settings) as plane:
+        table = await plane.list_replicas(place.pipeline, place.stage_id)
+    return next((replica for replica in table.replicas if Place.of(replica.ref) == place), None)
 
 
 def _print(step: pb.RestartStageResponse, form: str, after_s: float) -> None:
