@@ -24,7 +24,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM, ACK, END_HEADERS, PADDED, HAS_PRIORITY = 0x1, 0x1, 0x4, 0x8, 0x20
-ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE = 2, 3, 4, 5
+HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE = 1, 2, 3, 4, 5
 NO_ERROR, PROTOCOL_ERROR, REFUSED_STREAM, CANCEL = 0x0, 0x1, 0x7, 0x8
 
 _DEFAULT_WINDOW = 65_535
@@ -110,6 +110,9 @@ class GrpcConnection:
     def _on_goaway(self, last_stream: int, text: str) -> None:
         """The peer takes no streams above ``last_stream``."""
         raise NotImplementedError
+
+    def _on_table_size(self, size: int) -> None:
+        """The peer remembers so many bytes of headers, of those that follow the request's."""
 
     def _on_other_stream(self, stream: int, what: str) -> None:
         """Something came for a stream that is not ours."""
@@ -204,7 +207,7 @@ class GrpcConnection:
                 if stream & _MAX_WINDOW != self._stream:
                     self._on_other_stream(stream & _MAX_WINDOW, "data")
                 elif not self._open:
-                    raise ProtocolError("data without headers")
+                    raise ProtocolError("data without headers, or after their end")
                 elif not self._over:
                     payload = data[begin:position] if not flags & PADDED else _unpadded(data[begin:position])
                     self._messages(payload, messages)
@@ -307,6 +310,8 @@ class GrpcConnection:
                 if not _MAX_FRAME <= value < 2**24:
                     raise ProtocolError(f"a frame size of {value}")
                 self._peer_max_frame = value
+            elif name == HEADER_TABLE_SIZE:
+                self._on_table_size(value)
         self._check_windows()
         self._outgoing += (frame(SETTINGS, ACK, 0), self._drain())
 
@@ -314,12 +319,12 @@ class GrpcConnection:
         increment = int.from_bytes(payload, "big") & _MAX_WINDOW
         if len(payload) != 4 or not increment:
             raise ProtocolError("a malformed window update")
-        if stream == self._stream:
-            self._stream_window += increment
-        elif stream:
-            self._on_other_stream(stream, "a window update")
-        else:
+        if not stream:
             self._connection_window += increment
+        elif stream == self._stream:
+            self._stream_window += increment
+        else:
+            self._on_other_stream(stream, "a window update")
         self._check_windows()
         self._outgoing.append(self._drain())
 

@@ -52,8 +52,7 @@ class GrpcServerConnection(GrpcConnection):
         """The client sends no more."""
         self.gone = ""
         """Why the client will not read the rest of the stream: it cancelled it, or broke the protocol."""
-        self.answered = False
-        """The status is all written: the stream has ended in good order."""
+        self._stream = 0
         self._greeted = False
         self._responded = False
         self._encoder = hpack.Encoder()
@@ -79,7 +78,7 @@ class GrpcServerConnection(GrpcConnection):
         self._over = True
         fields = [("grpc-status", str(code.value[0])), *((name, _header(value)) for name, value in trailing)]
         if message:
-            fields.append(("grpc-message", urllib.parse.quote(message, safe=_PLAIN)))
+            fields.append(("grpc-message", urllib.parse.quote(message, safe=_PLAIN, errors="replace")))
         if not self._responded:
             fields = [(":status", "200"), ("content-type", "application/grpc"), *fields]
         self._trailers = self._blocks(END_STREAM, fields)
@@ -114,7 +113,6 @@ class GrpcServerConnection(GrpcConnection):
         if self._trailers is None or self._queue:
             return data
         data, self._trailers = data + self._trailers, None
-        self.answered = True
         return data + self._goodbye(NO_ERROR)
 
     def _goodbye(self, code: int, why: str = "") -> bytes:
@@ -124,6 +122,8 @@ class GrpcServerConnection(GrpcConnection):
 
     def receive(self, data: bytes) -> list[bytes]:
         """The messages that ``data`` completes."""
+        if self.gone:
+            return []
         if not self._greeted:
             data = self._rest + data
             if not PREFACE.startswith(data[: len(PREFACE)]):
@@ -133,22 +133,24 @@ class GrpcServerConnection(GrpcConnection):
             if len(data) < len(PREFACE):
                 return []
             self._greeted, self._rest, data = True, b"", data[len(PREFACE) :]
-        return super().receive(data) if not self.gone else []
+        return super().receive(data)
 
     def _on_fields(self, stream: int, fields: Fields, *, ends_stream: bool) -> None:
-        if self._open:
+        if not stream % 2 or stream < self._stream:
+            raise ProtocolError(f"headers on stream {stream}")
+        if self._stream:
             if stream != self._stream:
                 self._reset(stream, REFUSED_STREAM)
-            elif not ends_stream:
-                raise ProtocolError("headers in the middle of a stream")
+            elif not self._open or not ends_stream:
+                raise ProtocolError("headers in the middle of a stream, or after its end")
             else:
                 self._on_end_of_data()
             return
-        if not stream % 2:
-            raise ProtocolError(f"a request on stream {stream}")
         self._stream, self._open = stream, True
         found = dict(fields)
         self.path = found.get(b":path", b"").decode("latin-1")
+        if not self.path:
+            raise ProtocolError("a request without a path")
         self.metadata = metadata(fields, _NOT_METADATA)
         if found.get(b":method") != b"POST":
             self.refuse(405)
@@ -160,17 +162,21 @@ class GrpcServerConnection(GrpcConnection):
     def _on_end_of_data(self) -> None:
         if self._body:
             raise ProtocolError("the stream ended within a message")
-        self.half_closed = True
+        self._open, self.half_closed = False, True
 
     def _on_reset(self, code: int) -> None:
         self._leave(f"the client reset the stream with HTTP/2 error {code}")
+
+    def _on_table_size(self, size: int) -> None:
+        if size < self._encoder.header_table_size:  # a larger one need not be used
+            self._encoder.header_table_size = size
 
     def _on_goaway(self, last_stream: int, text: str) -> None:
         """It opens no more streams, which it may not anyway."""
 
     def _on_other_stream(self, stream: int, what: str) -> None:
         """One that was refused, and may not know it yet."""
-        if not self._open or stream < self._stream:
+        if not self._stream or stream < self._stream:
             raise ProtocolError(f"{what} on stream {stream}")
 
     def _on_fault(self, error: ProtocolError) -> None:
