@@ -37,8 +37,9 @@ class FrameWriter(Generic[M]):
         self._waiter: asyncio.Future[None] | None = None
         self._write: Callable[[M], bool] | None = None
         self._on_closed: Callable[[], None] = lambda: None
-        self._unwritten_bytes = 0
-        """Of the frame that ``write`` took without having room for another."""
+        self._writing = False
+        self._unwritten_bytes: int | None = None
+        """Of the frame that ``write`` took without having room for another, if there is one."""
         self._pausing: list[asyncio.Future[None]] = []
         self._dirty = False
         self._closed = False
@@ -107,30 +108,39 @@ class FrameWriter(Generic[M]):
         self._write, self._on_closed = write, on_closed
         if self._dirty:
             self.touch()
+        elif self._closed:
+            self._flush()
 
     def resume(self) -> None:
         """``write`` has room again."""
-        self._left(self._unwritten_bytes)
-        self._unwritten_bytes = 0
+        unwritten_bytes, self._unwritten_bytes = self._unwritten_bytes, None
+        self._left(unwritten_bytes or 0)
         self._flush()
 
     def _flush(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-        if self._write is None:
+        if self._write is None or self._writing:  # from within ``write``: what is due follows when that is through
             return
         self._scheduled = False
-        while not self._unwritten_bytes:
+        self._writing = True
+        try:
+            self._write_due(self._write)
+        finally:
+            self._writing = False
+
+    def _write_due(self, write: Callable[[M], bool]) -> None:
+        while self._unwritten_bytes is None:
             frame, size_bytes = self._take()
             if frame is None:
                 if self._closed:
                     self._write = None
                     self._on_closed()
                 return
-            if self._write(frame):
+            if write(frame):
                 self._left(size_bytes)
             else:
-                self._unwritten_bytes = size_bytes or 1
+                self._unwritten_bytes = size_bytes
 
     def _take(self) -> tuple[M | None, int]:
         """The next frame that is due, if there is one, and its size in bytes."""
