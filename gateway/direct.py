@@ -16,7 +16,7 @@ from gateway.execution_parts import ExecutionParts
 from gateway.graph import PipelineGraph, RoutePlan, StageStep
 from gateway.replica_session import ReplicaSession
 from gateway.request import RequestSpec, RequestState
-from gateway.stage_calls import merge_sampling
+from gateway.stage_calls import merge_sampling, pass_trace_on
 from gateway.stage_pool import Assignment
 from omni.v1 import output_pb2, sampling_pb2, stage_service_pb2
 from omnicore import errors
@@ -172,7 +172,7 @@ class DirectCalls:
         call.request_id = spec.wire_id or spec.request_id
         call.prompt.CopyFrom(spec.prompt)
         if spec.trace_parent:
-            call.traceparent, call.tracestate = spec.trace_parent, spec.trace_state
+            pass_trace_on(spec, call)
         if spec.speech.voice or spec.speech.speed or spec.speech.instructions:
             call.speech.CopyFrom(spec.speech)
         return call

@@ -11,13 +11,15 @@ from omnicore.tracing import TraceContext
 class RequestTrace:
     """See the module."""
 
-    __slots__ = ("context", "parent_id", "queued_s")
+    __slots__ = ("context", "parent_id", "queued_s", "request_id")
 
-    def __init__(self, context: TraceContext, parent_id: int, queued_s: float = 0.0) -> None:
+    def __init__(self, context: TraceContext, parent_id: int, request_id: str, queued_s: float = 0.0) -> None:
         self.context = context
         """Of the request's own span."""
         self.parent_id = parent_id
         """The caller's span; 0: it told of none."""
+        self.request_id = request_id
+        """As its client knows it: what all spans tell."""
         self.queued_s = queued_s
         """Since when it waited for admission, wall time; 0: it did not wait."""
 
@@ -31,3 +33,5 @@ class RequestTrace:
     def tell(self, call: stage_service_pb2.StageCall, stage_id: int, attempt: int, role: str = "") -> None:
         """Write that span into the call."""
         call.traceparent, call.tracestate = self.call(stage_id, attempt, role).traceparent, self.context.state
+        if call.request_id != self.request_id:
+            call.client_request_id = self.request_id

@@ -9,7 +9,7 @@ from gateway import cfg
 from gateway.graph import RoutePlan, StageStep
 from gateway.paths import EdgePaths
 from gateway.replay import Move
-from gateway.request import RequestState
+from gateway.request import RequestSpec, RequestState
 from gateway.stage_work import StageRun, StageWork
 from omni.v1 import pipeline_pb2, sampling_pb2, stage_service_pb2
 from omnicore.routing import AUTO
@@ -39,7 +39,7 @@ class CallMaker:
         if (trace := self._state.trace) is not None:
             trace.tell(call, work.stage_id, run.attempt, run.role)
         elif spec.trace_parent:
-            call.traceparent, call.tracestate = spec.trace_parent, spec.trace_state
+            pass_trace_on(spec, call)
         call.sampling.SetInParent()
         merge_sampling(step, spec.sampling, call.sampling)
         if spec.speech.voice or spec.speech.speed or spec.speech.instructions:
@@ -115,6 +115,13 @@ class CallMaker:
 
 # What a client says of the whole request rather than of the stage where it enters.
 _EVERYWHERE = ("seed", "num_inference_steps", "guidance_scale", "width", "height")
+
+
+def pass_trace_on(spec: RequestSpec, call: stage_service_pb2.StageCall) -> None:
+    """Write what the caller told of its trace into a call of a request that is not traced here."""
+    call.traceparent, call.tracestate = spec.trace_parent, spec.trace_state
+    if call.request_id != spec.request_id:
+        call.client_request_id = spec.request_id
 
 
 def merge_sampling(

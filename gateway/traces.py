@@ -36,7 +36,7 @@ class Tracing:
         wall time; 0: it did not wait."""
         if (begun := self._sampler.begin(spec.trace_parent, spec.trace_state)) is None:
             return None
-        return RequestTrace(*begun, queued_s)
+        return RequestTrace(*begun, spec.request_id, queued_s)
 
     def ended(self, state: RequestState) -> None:
         """A request has ended: send its spans, if it is traced."""

@@ -71,12 +71,14 @@ class CallTracing:
             return None
         claim, now_s = self._identity.current, time.time()
         attributes: dict[str, AttributeValue] = {
-            "omni.request_id": call.request_id,
+            "omni.request_id": call.client_request_id or call.request_id,
             "omni.attempt": call.attempt,
             "omni.stage": claim.stage.stage_id,
             "omni.replica": claim.replica_id,
             "omni.epoch": claim.epoch,
         }
+        if call.client_request_id:
+            attributes["omni.wire_id"] = call.request_id
         name = f"run {claim.stage.pipeline}/{claim.stage.stage_id}"
         span = Span(name, parent.child(), parent.span_id, now_s, now_s, "server", attributes)
         trace = self._running[call.request_id, call.attempt] = CallTrace((call.request_id, call.attempt), span)

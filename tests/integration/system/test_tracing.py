@@ -98,3 +98,28 @@ async def test_a_streamed_chat_over_three_stages_is_one_tree(collector: Collecto
     others = [span for span in collector.spans if span.trace_id != TRACE_ID]
     assert len({span.trace_id for span in others}) <= 1
     assert {span.resource["service.name"] for span in others} <= {"omniplane-stage-worker"}
+
+
+def _runs(spans: list[CollectedSpan]) -> list[CollectedSpan]:
+    return [span for span in spans if span.name.startswith("run ")]
+
+
+async def test_spans_of_all_processes_know_a_request_as_its_client_does(collector: Collector) -> None:
+    """Workers know it under an id that is unique among gateways, companions under ids of their own."""
+    body = {"model": "speech", "request_id": "mine", "prompt": {"text": "Say something."}, "modalities": ["text"]}
+    async with system(trace_endpoint=collector.address, trace_sample=1.0) as made:
+        await made.apply(SPEECH)
+        for stage_id in range(3):
+            await made.worker("speech", stage_id, trace_endpoint=collector.address)
+            await made.routable(1, "speech", stage_id)
+        untraced, other = await start_gateway(made.stack, made.client.address)
+        await wait_until(lambda: untraced.router.ready_pipelines().get("speech", False), what="the other gateway")
+        for base, headers in ((made.base, {}), (other, {"traceparent": f"{CALLER}01"})):
+            async with made.http.post(f"{base}/api/v1/generate", json=body, headers=headers) as response:
+                assert response.status == 200
+                assert '"finish"' in await response.text()
+        spans = await collector.until(lambda spans: len(spans) == 4 and len(_runs(spans)) == 2)
+    assert {span.attributes["omni.request_id"] for span in spans if "omni.request_id" in span.attributes} == {"mine"}
+    wires = [span.attributes["omni.wire_id"] for span in _runs(spans)]
+    assert len(set(wires)) == 2
+    assert all(wire.startswith("mine.") for wire in wires)

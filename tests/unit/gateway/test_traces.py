@@ -9,7 +9,7 @@ import pytest
 from gateway.graph import PipelineGraph
 from gateway.request import RequestSpec, RequestState
 from gateway.traces import Tracing
-from omni.v1 import pipeline_pb2, prompt_pb2, sampling_pb2, types_pb2
+from omni.v1 import pipeline_pb2, prompt_pb2, sampling_pb2, stage_service_pb2, types_pb2
 from omnicore import errors
 from omnicore.tracing import Sampler, Span, TraceContext
 from tests.support.pipelines import guided_pipeline, speech_pipeline, text_pipeline
@@ -127,6 +127,11 @@ async def test_companions_have_calls_of_their_own() -> None:
     assert (own.attributes["omni.outcome"], companion.attributes["omni.outcome"]) == ("stopped", "finished")
     assert companion.attributes["omni.companion"] == "cfg_text"
     assert companion.context.span_id == traced.call_id(0, 0, "cfg_text") != own.context.span_id
+    told = {request_id: stage_service_pb2.StageCall(request_id=request_id) for request_id in ("r", "r__cfg_text")}
+    assert traced.state.trace is not None
+    for call in told.values():
+        traced.state.trace.tell(call, 0, 0)
+    assert [call.client_request_id for call in told.values()] == ["", "r"], "all spans tell the client's"
 
 
 RPC = "omni.v1.InferenceService/Generate"

@@ -246,6 +246,7 @@ class StageCall(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     SKIP_MEDIA_BYTES_FIELD_NUMBER: _builtins.int
     TRACESTATE_FIELD_NUMBER: _builtins.int
+    CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     """Chosen by the gateway, unique in the session."""
     request_id: _builtins.str
@@ -262,6 +263,10 @@ class StageCall(_message.Message):
     """
     tracestate: _builtins.str
     """Goes with `traceparent`."""
+    client_request_id: _builtins.str
+    """Goes with `traceparent`, for spans: the request as its client knows it, which `request_id` may have been made unique
+    from. Empty: it is the same.
+    """
     @_builtins.property
     def prompt(self) -> _prompt_pb2.Prompt:
         """What the client asked; at the stage where the request enters."""
@@ -307,10 +312,11 @@ class StageCall(_message.Message):
         resume: Global___Resume | None = ...,
         skip_media_bytes: _builtins.int = ...,
         tracestate: _builtins.str = ...,
+        client_request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "speech", b"speech", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "call_id", b"call_id", "emit_output", b"emit_output", "inputs", b"inputs", "outputs", b"outputs", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "skip_media_bytes", b"skip_media_bytes", "speech", b"speech", "timeout", b"timeout", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "call_id", b"call_id", "client_request_id", b"client_request_id", "emit_output", b"emit_output", "inputs", b"inputs", "outputs", b"outputs", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "skip_media_bytes", b"skip_media_bytes", "speech", b"speech", "timeout", b"timeout", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
