@@ -20,6 +20,9 @@ from connectors.payload import Payload
 from omni.v1 import pipeline_pb2, prompt_pb2, sampling_pb2, types_pb2
 from omnicore.errors import InvalidRequestError, UnimplementedError
 
+WITHOUT_LIBRARIES = "to do without it, start the pipeline with --engine sim"
+"""What to add where an engine's library or model is not installed: a newcomer may only want to look."""
+
 FEATURES = (
     "logprobs", "structured_output", "bot_task", "negative_prompt", "language", "instructions", "resume", "repeats",
 )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import cast
 
 from omni.v1 import pipeline_pb2
 from omnicore.errors import InvalidRequestError, UnavailableError
-from stage_worker.engine import Engine, EngineFactory
+from stage_worker.engine import WITHOUT_LIBRARIES, Engine, EngineFactory
 
 ENTRY_POINT_GROUP = "omniplane.engines"
 
@@ -56,7 +56,7 @@ def _factory(name: str) -> EngineFactory:
 
 def _missing(name: str, remedy: str, error: ImportError) -> UnavailableError:
     return UnavailableError(
-        f"engine {name!r} cannot be loaded: {error}" + (f"; {remedy}" if remedy else ""),
+        "; ".join(filter(None, (f"engine {name!r} cannot be loaded: {error}", remedy, WITHOUT_LIBRARIES))),
         reason="ENGINE_NOT_INSTALLED",
         metadata={"engine": name, "missing": error.name or ""},
     )

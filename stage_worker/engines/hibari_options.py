@@ -11,6 +11,7 @@ from google.protobuf import json_format
 
 from omni.v1 import pipeline_pb2
 from omnicore.errors import InvalidRequestError, UnavailableError
+from stage_worker.engine import WITHOUT_LIBRARIES
 
 SUPPORTED_VERSIONS = ((0, 2), (0, 3))
 """From the first, below the second."""
@@ -24,7 +25,8 @@ def require_hibari() -> str:
     for package, distribution in (("hibari", "hibari-tts"), ("onnxruntime", "onnxruntime")):
         if importlib.util.find_spec(package) is None:
             raise UnavailableError(
-                f"{distribution} is not installed: run scripts/setup --engine real, or pip install {distribution}",
+                f"{distribution} is not installed: run scripts/setup --engine real, or pip install {distribution}; "
+                f"{WITHOUT_LIBRARIES}",
                 reason="ENGINE_NOT_INSTALLED",
                 metadata={"missing": distribution},
             )

