@@ -60,5 +60,5 @@ def test_where_a_library_is_missing_simulated_engines_are_offered(
 
 def test_where_a_packaged_model_is_missing_simulated_engines_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UnavailableError, match="needs the package .*start the pipeline with --engine sim"):
+    with pytest.raises(UnavailableError, match=r"needs the package .*start the pipeline with --engine sim"):
         catalog.resolve(next(iter(catalog.MODELS)))
