@@ -56,9 +56,10 @@ class Resume:
     """Of those tokens, as far as it was sent on."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class EngineRequest:
-    """One call, as the engine sees it."""
+    """One call, as the engine sees it. Not frozen, since that would make its making three times as dear; but nobody
+    changes it."""
 
     request_id: str
     """Unique among the calls that run on this engine (request id and attempt)."""
@@ -121,9 +122,10 @@ class TokenLogprob(NamedTuple):
     top: Sequence[TokenChance] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class EngineOutput:
-    """What one step brought for one request. All parts are optional; empty outputs are not sent on."""
+    """What one step brought for one request. All parts are optional; empty outputs are not sent on. Not frozen, as
+    ``EngineRequest``: there is one for every token. The worker changes nothing of it."""
 
     text: str = ""
     """Text added. The worker also cuts it into chunks for text edges (by step, sentence or at the end), so a text
