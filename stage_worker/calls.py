@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from connectors.connector_set import ConnectorSet
-from omni.v1 import pipeline_pb2, stage_service_pb2, transfer_pb2
+from omni.v1 import pipeline_pb2, prompt_pb2, stage_service_pb2, transfer_pb2
+from omnicore.durations import to_seconds
 from omnicore.errors import AlreadyExistsError, InvalidRequestError, OmniError, UnavailableError, UnimplementedError
 from stage_worker.engine import Engine
 from stage_worker.flows import FlowTable
@@ -106,50 +107,51 @@ class WorkerParts:
     """None: no call is traced."""
 
     def check_call(self, call: stage_service_pb2.StageCall) -> None:
-        """Raises ``InvalidRequestError`` naming the field that is wrong."""
+        """Raises ``InvalidRequestError`` naming the field that is wrong. Nothing is made for what is right: every call
+        passes here."""
         chars = len(call.request_id)
-        _check(chars > 0, "request_id", "required")
+        if not chars:
+            raise InvalidRequestError.field("request_id", "required")
         if chars > MAX_REQUEST_ID_CHARS:
             raise InvalidRequestError.field("request_id", f"at most {MAX_REQUEST_ID_CHARS} characters, got {chars}")
-        if call.HasField("timeout"):
-            _check(call.timeout.ToNanoseconds() > 0, "timeout", "must be above 0")
-        _check(
-            call.prompt.WhichOneof("kind") is not None or bool(call.inputs),
-            "prompt",
-            "required where the request enters; elsewhere inputs",
-        )
-        self._check_features(call)
-        if call.inputs:
+        if call.HasField("timeout") and to_seconds(call.timeout) <= 0:
+            raise InvalidRequestError.field("timeout", "must be above 0")
+        inputs, outputs, prompt = call.inputs, call.outputs, call.prompt
+        has_prompt = prompt.WhichOneof("kind") is not None
+        if not has_prompt and not inputs:
+            raise InvalidRequestError.field("prompt", "required where the request enters; elsewhere inputs")
+        self._check_features(call, prompt if has_prompt else None)
+        if inputs:
             self._check_inputs(call)
-        if call.outputs:
+        if outputs:
             self._check_outputs(call)
 
-    def _check_features(self, call: stage_service_pb2.StageCall) -> None:
+    def _check_features(self, call: stage_service_pb2.StageCall, prompt: prompt_pb2.Prompt | None) -> None:
         """What many engines cannot do would else be left out in silence."""
-        if call.HasField("resume") and "resume" not in self.calls.features:
+        features, sampling = self.calls.features, call.sampling
+        if "resume" not in features and call.HasField("resume"):
             raise UnimplementedError(
                 f"the engine of this model ({self.stage.engine}) cannot go on from tokens", reason="RESUME_UNSUPPORTED"
             )
-        sampling, prompt = call.sampling, call.prompt
-        asked = []
-        if sampling.HasField("logprobs"):
-            asked.append("sampling.logprobs")
-        if sampling.HasField("structured_output"):
-            asked.append("sampling.structured_output")
-        if prompt.WhichOneof("kind") is not None:
-            if prompt.bot_task:
-                asked.append("prompt.bot_task")
-            if prompt.negative_prompt:
-                asked.append("prompt.negative_prompt")
-            if prompt.language:
-                asked.append("prompt.language")
-            if call.speech.instructions:
-                asked.append("speech.instructions")
-        for path in asked:
-            if path.partition(".")[2] not in self.calls.features:
-                raise InvalidRequestError.field(
-                    path, f"the engine of this model ({self.stage.engine}) does not have it", reason="UNSUPPORTED_FIELD"
-                )
+        if "logprobs" not in features and sampling.HasField("logprobs"):
+            raise self._lacks("sampling.logprobs")
+        if "structured_output" not in features and sampling.HasField("structured_output"):
+            raise self._lacks("sampling.structured_output")
+        if prompt is None:
+            return
+        if "bot_task" not in features and prompt.bot_task:
+            raise self._lacks("prompt.bot_task")
+        if "negative_prompt" not in features and prompt.negative_prompt:
+            raise self._lacks("prompt.negative_prompt")
+        if "language" not in features and prompt.language:
+            raise self._lacks("prompt.language")
+        if "instructions" not in features and call.HasField("speech") and call.speech.instructions:
+            raise self._lacks("speech.instructions")
+
+    def _lacks(self, field: str) -> OmniError:
+        return InvalidRequestError.field(
+            field, f"the engine of this model ({self.stage.engine}) does not have it", reason="UNSUPPORTED_FIELD"
+        )
 
     def _check_inputs(self, call: stage_service_pb2.StageCall) -> None:
         me = self.stage.stage_id
