@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import inspect
-from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import AsyncGeneratorType
+from typing import Any, Protocol
+
+from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 from omni.v1 import output_pb2, prompt_pb2, stage_service_pb2
+from omnicore.durations import to_seconds
 from omnicore.errors import (
     DeadlineExceededError,
     InternalError,
@@ -40,8 +43,17 @@ ABORT_TIMEOUT_S = 5.0
 _ENDED = RequestCancelledError("ended")  # says that a call cleans up; never raised or sent
 
 
-class EventSink(Protocol):
-    """Where a call's events go."""
+class EventFrame(Protocol):
+    """What is sent to a gateway, as calls see it."""
+
+    @property
+    def events(self) -> RepeatedCompositeFieldContainer[stage_service_pb2.StageEvent]:
+        """In order per call."""
+        ...
+
+
+class EventWriter(Protocol):
+    """Where the events of calls go (``FrameWriter``)."""
 
     @property
     def blocked(self) -> bool:
@@ -52,70 +64,90 @@ class EventSink(Protocol):
         """Return when there is room."""
         ...
 
-    def new_event(self, size_bytes: int) -> stage_service_pb2.StageEvent:
-        """A new event of this call in the next frame, to be filled at once."""
+    def part(self, size_bytes: int) -> EventFrame:
+        """The frame to add an event of that size to, at once."""
         ...
 
-    def last_event(self, size_bytes: int) -> stage_service_pb2.StageEvent:
-        """The event that shall say that the call has finished: one that has not left yet, or a new one."""
-        ...
-
-    def call_ended(self) -> None:
-        """The last event was made."""
+    def open(self, frame: Any) -> bool:
+        """``frame`` has not left yet: what was added to it may still be changed."""
         ...
 
 
 class CallRunner:
     """One call. Construction checks it and takes its place: raises ``InvalidRequestError``, ``AlreadyExistsError`` or
-    ``UnavailableError``. Then ``run`` must be awaited, in a task of its own."""
+    ``UnavailableError``. Then ``start`` must follow. ``on_end`` is told when its last event was made."""
 
-    def __init__(self, parts: WorkerParts, call: stage_service_pb2.StageCall, sink: EventSink) -> None:
+    def __init__(
+        self,
+        parts: WorkerParts,
+        call: stage_service_pb2.StageCall,
+        writer: EventWriter,
+        on_end: Callable[[CallRunner], None],
+    ) -> None:
         parts.check_call(call)
+        self.call_id = call.call_id
         self.key: CallKey = (call.request_id, call.attempt)
         self.completion_tokens = 0
         self.outboxes: Sequence[Outbox] = ()
         self._parts = parts
         self._call = call
-        self._sink = sink
+        self._writer = writer
+        self._on_end = on_end
+        self._event: stage_service_pb2.StageEvent | None = None
+        self._frame: EventFrame | None = None
+        """The newest event and where it is."""
         self._finish: Finish | None = None
         self._ending: OmniError | None = None
         self._task: asyncio.Task[None] | None = None
-        self._ended = asyncio.Event()
-        self._outputs: list[OutputGroup] = []
+        self._begun = False
+        self._deadline: asyncio.TimerHandle | None = None
+        self._outputs: Sequence[OutputGroup] = ()
         self._inputs: dict[tuple[int, str], FlowReader | HandleReader] = {}
         self._skip_bytes = call.skip_media_bytes
         self._skipped_bytes = 0  # and the gateway was not told
         parts.calls.add(self)
-        try:
-            self._outputs = output_groups(parts, call.outputs)
-            for group in self._outputs:
-                group.declare(call)
-        except OmniError as error:
-            self._end_flows(error)
-            parts.calls.remove(self)
-            raise
-        self.outboxes = [outbox for group in self._outputs for outbox in group.outboxes]
-        for outbox in self.outboxes:
-            outbox.on_consumer_failure = self.abort
+        if call.outputs:
+            self._declare_outputs()
         self._trace: CallTrace | None = None
         if parts.tracing is not None and call.traceparent:
             self._trace = parts.tracing.begin(call)
 
-    def left(self) -> Left:
+    def _declare_outputs(self) -> None:
+        try:
+            self._outputs = output_groups(self._parts, self._call.outputs)
+            for group in self._outputs:
+                group.declare(self._call)
+        except OmniError as error:
+            self._end_flows(error)
+            self._parts.calls.remove(self)
+            raise
+        self.outboxes = [outbox for group in self._outputs for outbox in group.outboxes]
+        for outbox in self.outboxes:
+            outbox.on_consumer_failure = self.abort
+
+    def start(self) -> None:
+        """Run, in a task of its own: await ``ended`` before all is closed that a call may need."""
+        loop = asyncio.get_running_loop()
+        self._task = loop.create_task(self._run(loop), name=f"call-{self.key[0]}")
+
+    def left(self) -> Left | None:
         """What it has given to others, once it has ended."""
+        if not self._outputs:
+            return None
         return Left(self.outboxes, [group.published for group in self._outputs if group.published is not None])
 
     def abort(self, error: OmniError) -> None:
         """End now; ``error`` is the last event. Idempotent; an ended call stays as it ended."""
-        if self._ending is not None or self._ended.is_set():
+        if self._ending is not None:
             return
         self._ending = error
-        if self._task is not None:
+        if self._task is not None and self._begun:  # else it would not even end
             self._task.cancel()
 
     async def ended(self) -> None:
         """Return once the call holds nothing."""
-        await self._ended.wait()
+        if self._task is not None:
+            await asyncio.wait([self._task])
 
     def take_source(self, from_stage: int, source: stage_service_pb2.FlowSource) -> None:
         """Read on from another producer: see the proto. Aborts itself if it reads no such flow."""
@@ -138,16 +170,17 @@ class CallRunner:
             item.flow.replaceable = True
         return None
 
-    async def run(self) -> None:
-        """Run to the end. Raises only ``CancelledError``, when the task itself is cancelled from outside."""
-        self._task = asyncio.current_task()
+    async def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._begun = True
         error: OmniError | None = None
         cancelled: asyncio.CancelledError | None = None
         try:
             self._open_inputs()  # even of a call that is over already: its handles must be released
             if self._ending is not None:
                 raise self._ending
-            await self._work_in_time()
+            if self._call.HasField("timeout"):
+                self._deadline = loop.call_later(to_seconds(self._call.timeout), self._abort_late)
+            await self._work()
         except asyncio.CancelledError as cancellation:
             error = self._ending or RequestCancelledError("the worker stopped")
             if self._ending is None:
@@ -161,30 +194,23 @@ class CallRunner:
             _log.exception("call failed", request_id=self.key[0], attempt=self.key[1])
         # From here on an abort changes nothing: `ending` is set, so that none cancels the clean-up.
         self._ending = self._ending or error or _ENDED
+        if self._deadline is not None:
+            self._deadline.cancel()
         try:
-            error = await self._close_inputs(error)
+            if self._inputs:
+                error = await self._close_inputs(error)
         finally:
             self._end_flows(error)
             self._parts.calls.remove(self)
             self._last_event(error)
-            self._ended.set()
-            self._sink.call_ended()
+            self._on_end(self)
             self._end_trace(error)
         if cancelled is not None:
             raise cancelled
 
-    async def _work_in_time(self) -> None:
-        if not self._call.HasField("timeout"):
-            await self._work()
-            return
-        limit_s = self._call.timeout.ToNanoseconds() / 1e9
-        try:
-            async with asyncio.timeout(limit_s) as scope:
-                await self._work()
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            raise DeadlineExceededError(f"not done within {limit_s:g} s", metadata={"timeout_s": limit_s}) from None
+    def _abort_late(self) -> None:
+        limit_s = to_seconds(self._call.timeout)
+        self.abort(DeadlineExceededError(f"not done within {limit_s:g} s", metadata={"timeout_s": limit_s}))
 
     async def _work(self) -> None:
         request = self._engine_request()
@@ -192,7 +218,7 @@ class CallRunner:
         try:
             await self._forward(outputs if self._trace is None else self._trace.watched(outputs))
         finally:
-            if inspect.isasyncgen(outputs):
+            if isinstance(outputs, AsyncGeneratorType):
                 await outputs.aclose()
             if self._finish is None:
                 await self._abort_in_engine(request.request_id)
@@ -210,7 +236,7 @@ class CallRunner:
 
     async def _forward(self, outputs: AsyncIterator[EngineOutput]) -> None:
         """The loop that every token passes: nothing here may cost more than it must."""
-        progress, sink, groups, emit = self._parts.progress, self._sink, self._outputs, self._call.emit_output
+        progress, writer, groups, emit = self._parts.progress, self._writer, self._outputs, self._call.emit_output
         skips = self._skip_bytes > 0
         if self._call.HasField("resume"):
             await self._resume()
@@ -218,19 +244,26 @@ class CallRunner:
             progress.outputs += 1
             self.completion_tokens += len(output.token_ids)
             if emit:
-                if sink.blocked:
-                    await sink.room()
+                if writer.blocked:
+                    await writer.room()
                 if skips and output.media:
                     output = self._without_skipped(output)
                 if len(output.media) > MEDIA_PIECE_BYTES:
                     await self._send_media(output)
                 elif output.text or output.media or output.token_ids:
-                    _fill(sink.new_event(len(output.text) + len(output.media)), output, output.media)
+                    _fill(self._new_event(len(output.text) + len(output.media)), output, output.media)
             for group in groups:
                 await group.write(output)
             if output.finish is not None:
                 self._finish = output.finish
                 return
+
+    def _new_event(self, size_bytes: int) -> stage_service_pb2.StageEvent:
+        """One more in the next frame, to be filled at once."""
+        frame = self._frame = self._writer.part(size_bytes)
+        event = self._event = frame.events.add()
+        event.call_id = self.call_id
+        return event
 
     async def _resume(self) -> None:
         """What the lost call had brought counts as brought; other stages get it again, from the beginning."""
@@ -249,7 +282,7 @@ class CallRunner:
         self._skip_bytes -= size_bytes
         self._skipped_bytes += size_bytes
         if not self._skip_bytes:
-            self._tell_skipped(self._sink.new_event(0))
+            self._tell_skipped(self._new_event(0))
         return dataclasses.replace(output, media=output.media[size_bytes:], media_info=None)
 
     def _tell_skipped(self, event: stage_service_pb2.StageEvent) -> None:
@@ -258,10 +291,10 @@ class CallRunner:
 
     async def _send_media(self, output: EngineOutput) -> None:
         for start in range(0, len(output.media), MEDIA_PIECE_BYTES):
-            if self._sink.blocked:
-                await self._sink.room()
+            if self._writer.blocked:
+                await self._writer.room()
             piece = output.media[start : start + MEDIA_PIECE_BYTES]
-            event = self._sink.new_event(len(piece))
+            event = self._new_event(len(piece))
             if start == 0:
                 _fill(event, output, piece)
             else:
@@ -341,17 +374,21 @@ class CallRunner:
         ]
         size_bytes = sum(len(h.inline.data) + 256 for _, found in handles for h in found)
         if error is not None:
-            self._sink.new_event(size_bytes).error.CopyFrom(self._located(error).to_status())
+            self._new_event(size_bytes).error.CopyFrom(self._located(error).to_status())
             return
-        event = self._sink.last_event(size_bytes)
-        self._tell_skipped(event)
+        event = self._event
+        # Of most calls the last output and the end are made in one turn.
+        if event is None or size_bytes or not self._writer.open(self._frame):
+            event = self._new_event(size_bytes)
+        if self._skipped_bytes:
+            self._tell_skipped(event)
         for to_stage, found in handles:
             event.outputs.add(to_stage=to_stage, handles=found)
-        finish = self._finish
-        if finish is not None:
-            event.finish.reason = finish.reason
-            event.finish.prompt_tokens = finish.prompt_tokens
-            event.finish.completion_tokens = finish.completion_tokens
+        if self._finish is not None:
+            finish = event.finish
+            finish.reason = self._finish.reason
+            finish.prompt_tokens = self._finish.prompt_tokens
+            finish.completion_tokens = self._finish.completion_tokens
 
     def _end_trace(self, error: OmniError | None) -> None:
         if self._trace is not None and self._parts.tracing is not None:

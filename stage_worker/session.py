@@ -31,40 +31,6 @@ LOAD_INTERVAL_S = 0.1
 _MOST_LINGERING = 4096  # ended calls that are remembered because their data may be unread
 
 
-class _CallSink:
-    """Puts the events of one call into the session's frames."""
-
-    __slots__ = ("_call_id", "_event", "_frame", "_frames", "_session")
-
-    def __init__(self, session: Session, call_id: int) -> None:
-        self._event: pb.StageEvent | None = None
-        self._frame: pb.SessionResponse | None = None
-        self._session = session
-        self._frames = session.writer
-        self._call_id = call_id
-
-    @property
-    def blocked(self) -> bool:
-        return self._frames.blocked
-
-    async def room(self) -> None:
-        await self._frames.room()
-
-    def new_event(self, size_bytes: int) -> pb.StageEvent:
-        frame = self._frame = self._frames.part(size_bytes)
-        event = self._event = frame.events.add(call_id=self._call_id)
-        return event
-
-    def last_event(self, size_bytes: int) -> pb.StageEvent:
-        # Of most calls the last output and the end are made in one turn.
-        if self._event is None or size_bytes or not self._frames.open(self._frame):
-            return self.new_event(size_bytes)
-        return self._event
-
-    def call_ended(self) -> None:
-        self._session.call_ended(self._call_id)
-
-
 class Session:
     """Calls and frames of one gateway. ``parts`` is the worker, ``hello`` what the gateway said first."""
 
@@ -80,7 +46,6 @@ class Session:
         if hello.HasField("beat_interval"):
             self._beats = Beats(to_seconds(hello.beat_interval), vitality, self.writer.touch)
         self._calls: dict[int, CallRunner] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
         self._lingering: collections.OrderedDict[int, Left] = collections.OrderedDict()
         self._last_load: types_pb2.LoadReport | None = None
         self._load_due_s = 0.0
@@ -94,23 +59,22 @@ class Session:
     def begin_calls(self, calls: Sequence[pb.StageCall]) -> None:
         """Begin calls; those that cannot are answered with their error."""
         for call in calls:
-            if (running := self._calls.get(call.call_id)) is not None:
+            call_id = call.call_id
+            if (running := self._calls.get(call_id)) is not None:
                 # Their events cannot be told apart: both are over, with one last event.
                 running.abort(
-                    AlreadyExistsError(f"call_id {call.call_id} was used twice at a time", reason="CALL_ID_IN_USE")
+                    AlreadyExistsError(f"call_id {call_id} was used twice at a time", reason="CALL_ID_IN_USE")
                 )
                 continue
-            sink = _CallSink(self, call.call_id)
             try:
-                runner = CallRunner(self._parts, call, sink)
+                runner = CallRunner(self._parts, call, self.writer, self._forget)
             except OmniError as error:
                 located = self._parts.identity.locate(error, call.attempt)
-                sink.new_event(len(error.message)).error.CopyFrom(located.to_status())
+                event = self.writer.part(len(error.message)).events.add(call_id=call_id)
+                event.error.CopyFrom(located.to_status())
                 continue
-            self._calls[call.call_id] = runner
-            task = asyncio.create_task(runner.run(), name=f"call-{call.request_id}")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._calls[call_id] = runner
+            runner.start()
         if self._calls and self._beats is not None:
             self._beats.start()
 
@@ -143,9 +107,9 @@ class Session:
             )
             self._parts.links.decline(source, edge)
 
-    def call_ended(self, call_id: int) -> None:
-        """Forget a call (called by its sink)."""
-        call = self._calls.pop(call_id)
+    def _forget(self, call: CallRunner) -> None:
+        call_id = call.call_id
+        del self._calls[call_id]
         if left := call.left():
             if self._ended:
                 left.stop_retaining()  # nobody is there to name it
@@ -218,9 +182,9 @@ class Session:
             call.abort(error)
 
     async def wait(self) -> None:
-        """Return when no task of the session runs."""
-        while self._tasks:
-            await asyncio.wait(list(self._tasks))
+        """Return when no call of the session runs."""
+        while self._calls:
+            await next(iter(self._calls.values())).ended()
 
     def _maybe_close(self) -> None:
         if self._half_closed and not self._calls:

@@ -75,16 +75,16 @@ class StageServicer(pb_grpc.StageServiceServicer):
     ) -> AsyncIterator[pb.ExecuteResponse]:
         """Run one call."""
         self._parts.identity.check(request.replica, any_epoch=True)
-        sink = _ExecuteSink(request.call.call_id)
+        writer: FrameWriter[pb.ExecuteResponse] = FrameWriter(pb.ExecuteResponse)
         try:
-            runner = CallRunner(self._parts, request.call, sink)
+            runner = CallRunner(self._parts, request.call, writer, lambda _: writer.close())
         except OmniError as error:
             raise self._parts.identity.locate(error, request.call.attempt) from error
-        task = asyncio.create_task(runner.run(), name=f"execute-{request.call.request_id}")
+        runner.start()
         gone = RequestCancelledError("the client is gone")
         on_done(context, lambda: runner.abort(gone))
         try:
-            async for frame in sink.writer.frames():
+            async for frame in writer.frames():
                 if frame.events and frame.events[-1].HasField("error"):
                     last = frame.events.pop()
                     if frame.events:
@@ -93,8 +93,9 @@ class StageServicer(pb_grpc.StageServiceServicer):
                 yield frame
         finally:
             runner.abort(gone)
-            await asyncio.wait([task])
-            runner.left().stop_retaining()  # no session will name it
+            await runner.ended()
+            if (left := runner.left()) is not None:
+                left.stop_retaining()  # no session will name it
 
     async def Abort(  # noqa: N802 -- the name in the proto
         self, request: pb.StageServiceAbortRequest, context: ServicerContext
@@ -171,28 +172,6 @@ class StageServicer(pb_grpc.StageServiceServicer):
         return pb.GetStageInfoResponse(
             replica=self._describe(), stage=self._parts.stage, active_calls=len(self._parts.calls)
         )
-
-
-class _ExecuteSink:
-    def __init__(self, call_id: int) -> None:
-        self.writer: FrameWriter[pb.ExecuteResponse] = FrameWriter(pb.ExecuteResponse)
-        self._call_id = call_id
-
-    @property
-    def blocked(self) -> bool:
-        return self.writer.blocked
-
-    async def room(self) -> None:
-        await self.writer.room()
-
-    def new_event(self, size_bytes: int) -> pb.StageEvent:
-        return self.writer.part(size_bytes).events.add(call_id=self._call_id)
-
-    def last_event(self, size_bytes: int) -> pb.StageEvent:
-        return self.new_event(size_bytes)
-
-    def call_ended(self) -> None:
-        self.writer.close()
 
 
 def _failed(task: asyncio.Task[None]) -> bool:
