@@ -35,66 +35,82 @@ class Beats:
     ``frame_left``, whatever it carries."""
 
     def __init__(self, interval_s: float, vitality: Vitality, send: Callable[[], None]) -> None:
-        self._interval_s = interval_s
+        self._pause_s = interval_s / 2  # the other half is left for the engine's answer
         self._vitality = vitality
         self._send = send
-        self._asked = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         self._outputs = 0
         self._frame_s = 0.0
-        self._task: asyncio.Task[None] | None = None
-
-    @property
-    def running(self) -> bool:
+        self._asked = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._beat: asyncio.Task[None] | None = None
+        """Waits for progress; or has ended since there will be none."""
+        self.running = False
         """True between ``start`` and ``stop``."""
-        return self._task is not None
 
     def start(self) -> None:
         """Calls run from now on. Does nothing if it was started."""
-        if self._task is None:
-            loop = asyncio.get_running_loop()
-            self._frame_s = loop.time()
-            self._outputs = self._vitality.outputs
-            self._asked.clear()
-            self._task = loop.create_task(self._run(loop), name="session-beats")
+        if not self.running:
+            self.running = True
+            self.frame_left()
+            self._set_timer()
 
     def stop(self) -> None:
-        """No call runs any more."""
-        if self._task is not None:
-            self._task.cancel()
-            self._task = None
+        """No call runs any more. Costs next to nothing, as ``start``: calls may come one at a time."""
+        self.running = False
+        if self._beat is not None:
+            self._beat.cancel()
+            self._beat = None
+
+    def close(self) -> None:
+        """The session is over."""
+        self.stop()
+        if self._timer is not None:
+            self._timer.cancel()
 
     def ask(self) -> None:
         """A frame should leave before the next beat is due: it does as soon as the engine has shown progress."""
-        self._asked.set()
+        self._asked = True
+        if self.running:
+            self._begin()
 
     def frame_left(self) -> None:
         """A frame has left."""
-        if self._task is not None:
-            self._frame_s = asyncio.get_running_loop().time()
+        if self.running:
+            self._frame_s = self._loop.time()
             self._outputs = self._vitality.outputs
-            self._asked.clear()
+            self._asked = False
 
-    async def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        # Half of the interval is left for the engine's answer.
-        pause_s = self._interval_s / 2
-        sent_s = self._frame_s
-        while True:
-            due_s = max(self._frame_s, sent_s) + pause_s
-            if not self._asked.is_set() and due_s > loop.time():
-                await self._until(due_s)
-                continue
+    def _set_timer(self) -> None:
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._frame_s + self._pause_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if not self.running:
+            return
+        if self._due:
+            self._begin()
+        else:
+            self._set_timer()
+
+    @property
+    def _due(self) -> bool:
+        return self._asked or self._loop.time() >= self._frame_s + self._pause_s
+
+    def _begin(self) -> None:
+        if self._beat is None:
+            self._beat = self._loop.create_task(self._show_progress(), name="session-beat")
+
+    async def _show_progress(self) -> None:
+        if self._due:  # else a frame has left in the same turn
             try:
                 self._outputs = await self._vitality.shown(self._outputs)
             except EngineDiedError as error:
                 _log.warning("no beats from here on", reason=error.message)
                 return
-            self._asked.clear()
-            sent_s = loop.time()
+            self._asked = False
+            self._frame_s = self._loop.time()  # as good as left, however long the gateway does not read
             self._send()
-
-    async def _until(self, due_s: float) -> None:
-        try:
-            async with asyncio.timeout_at(due_s):
-                await self._asked.wait()
-        except TimeoutError:
-            pass  # a beat is due
+        self._beat = None
+        self._set_timer()

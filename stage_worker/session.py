@@ -169,7 +169,7 @@ class Session:
             _log.info("session ended with calls", gateway=self.name, calls=len(self._calls))
         self.writer.close()
         if self._beats is not None:
-            self._beats.stop()
+            self._beats.close()
         for call in list(self._calls.values()):
             call.abort(RequestCancelledError("the gateway's session broke", reason="SESSION_BROKEN"))
         for left in self._lingering.values():

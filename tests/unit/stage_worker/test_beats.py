@@ -61,7 +61,7 @@ class Replica:
 async def replica() -> AsyncIterator[Replica]:
     made = Replica()
     yield made
-    made.beats.stop()
+    made.beats.close()
 
 
 async def test_who_asks_at_a_time_shares_one_probe(replica: Replica) -> None:
