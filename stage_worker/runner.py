@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
-from omni.v1 import output_pb2, prompt_pb2, stage_service_pb2
+from omni.v1 import output_pb2, stage_service_pb2
 from omnicore.durations import to_seconds
 from omnicore.errors import (
     DeadlineExceededError,
@@ -216,6 +216,8 @@ class CallRunner:
         request = self._engine_request()
         outputs = self._parts.engine.execute(request)
         try:
+            if request.resume is not None:
+                await self._resume(request.resume)
             await self._forward(outputs if self._trace is None else self._trace.watched(outputs))
         finally:
             if isinstance(outputs, AsyncGeneratorType):
@@ -238,8 +240,6 @@ class CallRunner:
         """The loop that every token passes: nothing here may cost more than it must."""
         progress, writer, groups, emit = self._parts.progress, self._writer, self._outputs, self._call.emit_output
         skips = self._skip_bytes > 0
-        if self._call.HasField("resume"):
-            await self._resume()
         async for output in outputs:
             progress.outputs += 1
             self.completion_tokens += len(output.token_ids)
@@ -265,9 +265,8 @@ class CallRunner:
         event.call_id = self.call_id
         return event
 
-    async def _resume(self) -> None:
+    async def _resume(self, resume: Resume) -> None:
         """What the lost call had brought counts as brought; other stages get it again, from the beginning."""
-        resume = self._call.resume
         self.completion_tokens = len(resume.token_ids)
         brought = EngineOutput(text=resume.text)
         for group in self._outputs:
@@ -324,17 +323,16 @@ class CallRunner:
                     )
 
     def _engine_request(self) -> EngineRequest:
-        call, parts = self._call, self._parts
-        sampling = call.sampling if call.HasField("sampling") else parts.stage.default_sampling_params
+        call, inputs = self._call, self._inputs
         return EngineRequest(
-            request_id=f"{call.request_id}/{call.attempt}",
+            request_id=f"{self.key[0]}/{self.key[1]}",
             prompt=call.prompt if call.prompt.WhichOneof("kind") is not None else None,
-            inputs={stage: reader for (stage, role), reader in self._inputs.items() if not role},
-            companions={place: reader for place, reader in self._inputs.items() if place[1]},
-            sampling=sampling,
-            speech=call.speech if call.HasField("speech") else prompt_pb2.SpeechOptions(),
+            inputs={stage: reader for (stage, role), reader in inputs.items() if not role} if inputs else {},
+            companions={place: reader for place, reader in inputs.items() if place[1]} if inputs else {},
+            sampling=call.sampling if call.HasField("sampling") else self._parts.stage.default_sampling_params,
+            speech=call.speech,
             wants_output=call.emit_output,
-            downstream=[output.to_stage for output in call.outputs],
+            downstream=[output.to_stage for output in call.outputs] if self._outputs else (),
             trace_parent=call.traceparent if self._trace is None else self._trace.context.traceparent,
             resume=Resume(tuple(call.resume.token_ids), call.resume.text) if call.HasField("resume") else None,
         )
