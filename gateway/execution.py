@@ -37,7 +37,7 @@ from gateway.router import Source
 from gateway.stage_calls import CallMaker
 from gateway.stage_pool import Assignment
 from gateway.stage_work import EdgeKey, StageRun, StageWork
-from omni.v1 import output_pb2
+from omni.v1 import output_pb2, types_pb2
 from omnicore import errors
 from omnicore.backoff import Backoff
 from omnicore.durations import to_seconds
@@ -277,7 +277,7 @@ class Execution:
             if any(self._needs_budget(failure) for failure in failed) and not self._parts.budget.take():
                 raise self._refused(first)
         self._check_alternatives(first, culprits, moves)
-        self._begin_again(moves, first, culprits, replays, free)
+        self._begin_again(moves, first, self._lost(failed), culprits, replays, free)
 
     async def _gather(self) -> None:
         """Let all hear what else has failed: one lost worker is often reported by its neighbours as well."""
@@ -377,8 +377,22 @@ class Execution:
             self._parts.counts.replayed(self.state.spec.graph.name, failure.run.work.stage_id, "refused")
         return failure.error
 
+    def _lost(self, failed: Sequence[_Failure]) -> types_pb2.ReplicaRef:
+        """The replica that all of it comes from: its consumers may be the first to notice, or the only ones."""
+        own = next((failure for failure in failed if failures.missed_producer(failure.error) is None), None)
+        if own is not None:
+            return own.run.ref
+        producer = self.works.get(failures.missed_producer(failed[0].error) or 0)
+        return producer.run.ref if producer is not None and producer.runs else failed[0].run.ref
+
     def _begin_again(
-        self, moves: dict[int, Move], first: _Failure, culprits: set[Claim], replays: bool, free: bool
+        self,
+        moves: dict[int, Move],
+        first: _Failure,
+        lost: types_pb2.ReplicaRef,
+        culprits: set[Claim],
+        replays: bool,
+        free: bool,
     ) -> None:
         """Abort what starts again, and make it ready. Nothing in here waits. No ``moves``: everything, from nothing."""
         state, again = self.state, [work for work in self.works.values() if not moves or work.stage_id in moves]
@@ -403,12 +417,13 @@ class Execution:
                 self._retried_stages.append(stage_id)
                 self._parts.counts.retried(pipeline)
         how = ", ".join(f"{work.stage_id}: {work.move.value if work.move else 'anew'}" for work in again)
-        state.note("replayed" if replays else "retried", first.run.ref, f"{error.message} ({how})")
+        state.note("replayed" if replays else "retried", lost, f"{error.message} ({how})")
         _log.warning(
             "request replayed" if replays else "request retried",
             request_id=state.request_id,
             attempt=self.attempt,
-            stage=stage_id,
+            stage=lost.stage.stage_id,
+            replica=lost.replica_id,
             reason=error.message,
             restarted=how,
             excluded=sorted(culprits),

@@ -70,6 +70,12 @@ def unreachable_producer(error: errors.OmniError) -> int | None:
     return int(peer) if isinstance(error, errors.UnavailableError) and peer.isdigit() else None
 
 
+def missed_producer(error: errors.OmniError) -> int | None:
+    """The producer that a consumer has lost, by its connection or by its silence."""
+    unreachable = unreachable_producer(error)
+    return unreachable if unreachable is not None else lost_producer(error)
+
+
 def waits_for(error: errors.OmniError) -> int | None:
     """The stage whose own failure is probably under way, since a consumer has noticed it."""
     for name in ("peer_stage", "stage"):

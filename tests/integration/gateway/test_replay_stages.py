@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from omni.v1 import stage_service_pb2, transfer_pb2
+from omni.v1 import stage_service_pb2, transfer_pb2, types_pb2
 from omnicore import errors
-from tests.integration.gateway.conftest import running_stand
+from tests.integration.gateway.conftest import Stand, running_stand
 from tests.integration.gateway.replays import (
     AUDIO,
     Gate,
@@ -21,6 +21,13 @@ from tests.integration.gateway.scripted import Call, Script
 from tests.integration.gateway.scripts import hang, silent, speak
 from tests.support.pipelines import speech_pipeline
 from tests.support.processes import wait_until
+
+
+def begun_again_for(stand: Stand) -> list[types_pb2.ReplicaRef | None]:
+    """Which replicas the one request, which has ended, was begun again for."""
+    (record,) = stand.gateway.orchestrator._kept.values()
+    return [entry.ref for entry in record.timeline if entry.event in ("retried", "replayed")]
+
 
 RETENTION_LOST = errors.DataLossError("trimmed", reason="RETENTION_LOST")
 
@@ -115,6 +122,33 @@ async def test_stages_without_flow_are_made_again_from_kept_handles() -> None:
         await stand.settled()
 
 
+async def test_the_replica_that_was_lost_is_told_not_the_consumer_that_noticed_first() -> None:
+    noticed = asyncio.Event()
+
+    async def thinks(call: Call) -> None:
+        if call.request.attempt == 0:
+            await hang(call)
+        call.finish()
+
+    async def listens(call: Call) -> None:
+        if call.request.attempt == 0:
+            call.fail(errors.UnavailableError("reset", reason="PEER_LOST", metadata={"peer_stage": 0}))
+            noticed.set()
+        else:
+            call.finish()
+
+    async with running_stand(speech_pipeline()) as stand:
+        thinkers, *_ = await speech_workers(stand, [thinks, listens, speak])
+        asking = asyncio.create_task(stand.chat("speech", modalities=["audio"]))
+        await noticed.wait()
+        execution = execution_of(stand)
+        await wait_until(lambda: any(run.ended for run in execution.works[1].runs), what="the consumer's failure")
+        lost = await lose(thinkers)
+        assert (await asking)[0] == 200
+        assert begun_again_for(stand) == [lost.ref]
+        await stand.settled()
+
+
 async def test_the_only_consumer_of_a_lost_producer_is_not_blamed_for_what_it_could_not_read() -> None:
     """Its fetch fails with whatever the connection says. Had it to be avoided, nobody else could take its place."""
     half, unreadable = asyncio.Event(), asyncio.Event()
@@ -174,6 +208,7 @@ async def test_who_finished_and_cannot_be_reached_is_asked_once_more_then_its_wo
         assert status == 200
         attempts = [sorted(call.attempt for worker in stage for call in worker.calls) for stage in stages]
         assert attempts == [[0, 2], [0, 1, 2], [0, 1, 2]]
+        assert [ref.stage.stage_id for ref in begun_again_for(stand) if ref is not None] == [0, 0]
         await stand.settled()
 
 
@@ -199,4 +234,6 @@ async def test_an_edge_that_stays_silent_moves_its_producer() -> None:
         assert status == 200
         assert [[call.attempt for call in worker.calls] for worker in thinkers] in ([[0], [1]], [[1], [0]])
         await wait_until(lambda: sum(len(worker.aborts) for worker in thinkers) >= 1, what="the silent one aborted")
+        silent_one = next(worker for worker in thinkers if worker.calls[0].attempt == 0)
+        assert begun_again_for(stand) == [silent_one.ref]
         await stand.settled()
