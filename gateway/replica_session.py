@@ -11,12 +11,12 @@ another instance, for which the table will bring another session, or a replica t
 An abort is told once; if the call's end does not come back in time, ``StageService.Abort`` tells it again, and the
 listener hears of it. A session that breaks has all its calls aborted by the worker.
 
-While calls are open, the worker sends a frame at least every ``BEAT_S``, if its engine can make progress. So silence
-means a replica that hangs, whatever of it does: after ``SUSPECT_AFTER_S`` the listener hears of it, after
-``hung_after_s`` the stream is given up like a broken one. A new one is begun at once, and is there when the replica
-wakes up. One whose calls nobody else could do has ``ALONE_TIMES`` as long: it may only be slow, as an engine is in a
-long step on a busy machine, and giving it up would help nobody. Time in which this process itself did not run is not
-held against the replica.
+While calls are open, the worker sends a frame at least every ``BEAT_S`` (``session_link``), if its engine can make
+progress. So silence means a replica that hangs, whatever of it does: after ``SUSPECT_AFTER_S`` the listener hears of
+it, after ``hung_after_s`` the stream is given up like a broken one. A new one is begun at once, and is there when the
+replica wakes up. One whose calls nobody else could do has ``ALONE_TIMES`` as long: it may only be slow, as an engine is
+in a long step on a busy machine, and giving it up would help nobody. Time in which this process itself did not run is
+not held against the replica.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from collections.abc import Callable
 
 import grpc.aio
 
+from gateway.session_link import SessionLink
 from gateway.session_roles import AbortedCall, CallSink, SessionListener
 from gateway.silence import Silence
 from gateway.unsent import Unsent
@@ -33,15 +34,12 @@ from gateway.worker_rpcs import WorkerRpcs
 from omni.v1 import stage_service_pb2, stage_service_pb2_grpc, types_pb2
 from omnicore import errors, rpc
 from omnicore.backoff import Backoff
-from omnicore.durations import to_duration
-from omnicore.grpc_stream import Dial, GrpcStream, open_stream
+from omnicore.grpc_stream import Dial
 from omnicore.log import get_logger
 
 _log = get_logger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
-BEAT_S = 0.5
-"""What replicas are asked for."""
 SUSPECT_AFTER_S = 1.5
 """Three beats: others are preferred."""
 ALONE_TIMES = 10.0
@@ -50,12 +48,6 @@ ABORT_ACK_S = 2.0
 """A worker answers an abort within a step of its engine; after this long it is told again, in another way."""
 _TICK_S = 0.25
 _MOST_BACKOFF_S = 0.4  # with the jitter 0.6: who is back is used again within a second
-# The codes with which a replica says: you mean another instance, or something that I am not.
-_REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED)
-_KEEPALIVE_TIMEOUT_S = 30.0
-"""A worker answers pings in its event loop, which a step of an engine may keep; while calls are open, beats tell sooner
-of one that is gone."""
-_METHOD = "/omni.v1.StageService/Session"
 
 
 class ReplicaSession:
@@ -87,15 +79,11 @@ class ReplicaSession:
         self.frames_sent = 0
         self.frames_received = 0
         self._listener = listener
-        self._gateway_id = gateway_id
-        self._dial = dial
         self._rpcs = WorkerRpcs(record.endpoint, connect)
         self._hung_after_s = hung_after_s
         self._connect_timeout_s = min(connect_timeout_s, hung_after_s) if hung_after_s else connect_timeout_s
         self._silence = Silence(SUSPECT_AFTER_S, hung_after_s, _TICK_S)
-        self._stream: GrpcStream | None = None
-        self._target = record.session_endpoint or record.endpoint
-        self._hung = False
+        self._link = SessionLink(record, gateway_id, dial, self._connect_timeout_s, beats=hung_after_s > 0)
         self._watchdog: asyncio.TimerHandle | None = None
         self._ticked_s = 0.0
         self._reminders: set[asyncio.Task[None]] = set()
@@ -113,7 +101,6 @@ class ReplicaSession:
         self._begun = asyncio.Event()
         """It has been up, or could not get up."""
         self._backoff = Backoff(initial_s=0.05, max_s=_MOST_BACKOFF_S)
-        self._until_welcome: asyncio.Timeout | None = None
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
 
@@ -206,14 +193,13 @@ class ReplicaSession:
     def _watch(self) -> None:
         """Tick while there is something to look after."""
         if self._watchdog is None and not self._closing:
-            loop = asyncio.get_running_loop()
-            self._ticked_s = loop.time()
-            self._watchdog = loop.call_later(_TICK_S, self._tick)
+            self._ticked_s = self._loop.time()
+            self._watchdog = self._loop.call_later(_TICK_S, self._tick)
 
     def _tick(self) -> None:
         self._watchdog = None
-        loop = asyncio.get_running_loop()
-        elapsed_s, self._ticked_s = loop.time() - self._ticked_s, loop.time()
+        now_s = self._loop.time()
+        elapsed_s, self._ticked_s = now_s - self._ticked_s, now_s
         if self._unsent.hurry():
             self._send_soon()
         silence, was_suspicious = self._silence, self._silence.suspicious
@@ -222,11 +208,11 @@ class ReplicaSession:
         silence.tick(elapsed_s, self.frames_received, owed=bool(self._sinks))
         if silence.suspicious != was_suspicious:
             self._listener.on_silence(self.record, silence.suspicious)
-        if silence.too_long and self._stream is not None and not self._hung and self._worth_giving_up():
-            self._hung = True
+        link = self._link
+        if silence.too_long and link.stream is not None and not link.hung and self._worth_giving_up():
             _log.warning("replica hangs", **self._who(), silent_s=round(silence.silent_s, 2), calls=self.open_calls)
             self._listener.on_hung(self.record)
-            self._stream.cancel()
+            link.give_up()
         if self._sinks:
             self._watch()
 
@@ -292,30 +278,16 @@ class ReplicaSession:
 
     async def _run(self) -> None:
         patience = Backoff(initial_s=0.2, max_s=10.0)
-        record, first = self.record, self._target
+        link = self._link
         try:
             while True:
-                try:
-                    await self._serve()
-                    reason, refused = "the stream ended", False
-                except errors.OmniError as error:  # this address may not be dialled
-                    reason, refused = error.message, True
-                except grpc.aio.AioRpcError as error:
-                    reason, refused = errors.from_rpc_error(error).message, error.code() in _REFUSALS
-                except TimeoutError:
-                    self._hung = True
-                    reason, refused = f"no welcome within {self._connect_timeout_s:g} s", False
-                except Exception as error:  # noqa: BLE001 -- whatever it is, it must cost this session only
-                    _log.exception("session failed", **self._who())
-                    reason, refused = f"internal error ({type(error).__name__})", False
-                if self._hung:
+                self._silence.reset()
+                self._heard_drain = False
+                reason, refused = await link.hold(self._on_message)
+                if link.hung:
                     silent_s = max(round(self.silent_s), self._hung_after_s or self._connect_timeout_s)
                     reason = f"it hangs: no sign of life for {silent_s:g} s"
-                if not self.connected and not self.breaks:
-                    # A firewall may let only one of them through. Who has answered once is not given up.
-                    self._target = record.endpoint if self._target != record.endpoint else first
                 self._broke(reason)
-                self._hung = False
                 await self._rpcs.close()
                 if self._retiring:
                     return
@@ -326,23 +298,6 @@ class ReplicaSession:
             self._broke("the session was closed")
             await self._rpcs.close()
 
-    async def _serve(self) -> None:
-        self._silence.reset()
-        self._heard_drain = False
-        hello = stage_service_pb2.SessionHello(gateway_id=self._gateway_id, replica=self.record.ref)
-        if self._hung_after_s:
-            hello.beat_interval.CopyFrom(to_duration(BEAT_S))
-        dial = self._dial(self._target)
-        try:
-            async with asyncio.timeout(self._connect_timeout_s) as self._until_welcome:
-                async with open_stream(
-                    dial, _METHOD, self._on_message, keepalive_timeout_s=_KEEPALIVE_TIMEOUT_S
-                ) as self._stream:
-                    self._stream.write(stage_service_pb2.SessionRequest(hello=hello).SerializeToString())
-                    await self._stream.ended()
-        finally:
-            self._stream = None
-
     def _on_message(self, message: bytes) -> None:
         frame = stage_service_pb2.SessionResponse.FromString(message)
         if not self.connected:
@@ -350,13 +305,12 @@ class ReplicaSession:
         self._take(frame)
 
     def _welcomed(self, welcome: stage_service_pb2.SessionWelcome) -> None:
-        if self._until_welcome is not None:
-            self._until_welcome.reschedule(None)
+        self._link.welcomed()
         self._backoff.reset()
         self.connected, self._broken = True, ""
         self.repeats, self.takes_sources = welcome.repeats, welcome.takes_sources
         self._begun.set()
-        _log.info("session open", **self._who())
+        _log.info("session open", **self._who(), address=self._link.address)
         self._listener.on_session(self.record, True)
         self._send_soon()
 
@@ -368,7 +322,7 @@ class ReplicaSession:
 
     def _send(self) -> None:
         self._sending = False
-        stream = self._stream
+        stream = self._link.stream
         if stream is None or not self.connected:
             return  # when it is, this is called again
         try:
@@ -430,7 +384,7 @@ class ReplicaSession:
         return errors.UnavailableError(
             f"replica {ref.stage.pipeline}/{ref.stage.stage_id}/{ref.replica_id}@{ref.epoch} at {self.record.endpoint} "
             f"was lost: {reason}",
-            reason="REPLICA_HUNG" if self._hung else "REPLICA_LOST",
+            reason="REPLICA_HUNG" if self._link.hung else "REPLICA_LOST",
             metadata=self._who(),
         )
 

@@ -55,7 +55,7 @@ class StreamHandler(Protocol):
         ...
 
 
-class Caller:
+class StreamContext:
     """Who has opened a stream, as ``omnicore.authorize`` asks for it."""
 
     def __init__(self, transport: asyncio.BaseTransport, metadata: Sequence[tuple[str, str | bytes]]) -> None:
@@ -187,7 +187,7 @@ class ServedStream(StreamProtocol):
             raise errors.UnimplementedError(
                 f"{connection.path} is not served here, only {server.path}", reason="UNKNOWN_METHOD"
             )
-        server.check(Caller(self._transport, connection.metadata))
+        server.check(StreamContext(self._transport, connection.metadata))
         connection.respond()
         self._handler = server.new_handler(self)
         return None
@@ -223,7 +223,7 @@ class StreamServer:
         path: str,
         new_handler: Callable[[ServedStream], StreamHandler],
         *,
-        check: Callable[[Caller], None] = lambda _: None,
+        check: Callable[[StreamContext], None] = lambda _: None,
         tls: Callable[[], ssl.SSLContext | None] = lambda: None,
         keepalive_s: float = KEEPALIVE_S,
         keepalive_timeout_s: float = KEEPALIVE_TIMEOUT_S,

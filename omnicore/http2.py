@@ -5,8 +5,8 @@ now. What the protocol itself wants said (acknowledgements, windows) gathers in 
 ``hpack``; everything else of the protocol is small when there is one stream and no pushing. What only one of the sides
 does is in ``http2_client`` and ``http2_server``.
 
-It exists because of what a message costs: gRPC's own Python client needs 130 to 500 µs of CPU and two or three threads
-to read one, this 40 to 230 (``bench.streams``), and on one session everything that a gateway does passes by.
+It exists because of what a message costs: gRPC's own ends in Python need two to six times the CPU, and two or three
+threads (``bench.streams``), and on one session everything that a gateway and a worker do passes by.
 """
 
 from __future__ import annotations
