@@ -164,7 +164,8 @@ class YuanrongWorker(Daemon):
         return {"port": self.port, "get_sub_timeout_ms": 0, "timeout_s": 30.0, **others}
 
 
-@pytest.fixture(scope="session")
+# For the package that imports them: both poll, and the tests after it have better uses for the processor.
+@pytest.fixture(scope="package")
 def mooncake_master() -> Iterator[MooncakeMaster]:
     """A master that stays, and a client that every connector of this process with ``extra()`` shares: a client of its
     own would cost each a second to leave."""
@@ -176,7 +177,7 @@ def mooncake_master() -> Iterator[MooncakeMaster]:
     master.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def yuanrong_worker() -> Iterator[YuanrongWorker]:
     """A worker that stays, and a shared client: it takes some seconds to start."""
     worker = YuanrongWorker()
