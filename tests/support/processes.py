@@ -26,6 +26,9 @@ import orjson
 import pytest
 
 POLL_S = 0.02
+SIMULATED = {"OMNI_STAGE_WORKER_POOL_BYTES": str(32 << 20)}
+"""Environment of workers with simulated engines: they fill their pool when they start, which takes a quarter of a
+second of the processor with the 256 MiB that are the default."""
 
 
 async def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0, what: str = "condition") -> None:
@@ -127,7 +130,7 @@ class Services:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **(env or {})},
+                env={**os.environ, **SIMULATED, **(env or {})},
             )
         running = ServiceProcess(name, process, log_path, ready_path)
         self.started.append(running)

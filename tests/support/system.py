@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.processes import SIMULATED
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,9 +32,9 @@ def eventually(condition: Callable[[], bool], timeout_s: float, what: str) -> No
 class System:
     """A running ``omnictl up``: addresses, and the processes behind them."""
 
-    def __init__(self, directory: Path, file: Path, *flags: str) -> None:
+    def __init__(self, directory: Path, file: Path, *flags: str, environ: Mapping[str, str] = SIMULATED) -> None:
         self.directory = directory
-        self.environ = {**os.environ, "OMNICTL_CONTEXT": str(directory / "context.json")}
+        self.environ = {**os.environ, **environ, "OMNICTL_CONTEXT": str(directory / "context.json")}
         self._log_path = directory / "up.log"
         with self._log_path.open("wb") as log:
             self.process = subprocess.Popen(
@@ -135,9 +137,15 @@ class System:
 
 
 @contextlib.contextmanager
-def running_system(directory: Path, file: Path, *flags: str, ready_timeout_s: float = 60.0) -> Iterator[System]:
+def running_system(
+    directory: Path,
+    file: Path,
+    *flags: str,
+    ready_timeout_s: float = 60.0,
+    environ: Mapping[str, str] = SIMULATED,
+) -> Iterator[System]:
     """A system for the length of the block; its logs are printed at the end, which pytest shows on failure."""
-    system = System(directory, file, *flags)
+    system = System(directory, file, *flags, environ=environ)
     try:
         system.wait_ready(ready_timeout_s)
         yield system

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.processes import SIMULATED
+
 ROOT = Path(__file__).parents[3]
 SPEECH = str(ROOT / "examples" / "speech.yaml")
 POLL_S = 0.05
@@ -56,6 +58,7 @@ class Cli:
         # The run directories of `up` go here, so that a test sees what is left of them.
         (directory / "tmp").mkdir(exist_ok=True)
         self.environ = known | {
+            **SIMULATED,
             "OMNICTL_CONTEXT": str(self.context),
             "TMPDIR": str(directory / "tmp"),
             **(environ or {}),
