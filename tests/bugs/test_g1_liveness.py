@@ -13,7 +13,7 @@ from omnicore.clock import ManualClock
 from tests.bugs.harness import TEXT, System, system
 from tests.integration.control_plane.harness import watching
 from tests.support.ports import reserved_port
-from tests.support.processes import ServiceProcess, Services, wait_until
+from tests.support.processes import POLL_S, ServiceProcess, Services, wait_until
 from tests.support.processes import services as services
 
 READY, DRAINING = types_pb2.REPLICA_STATE_READY, types_pb2.REPLICA_STATE_DRAINING
@@ -45,6 +45,7 @@ async def test_bug_4_a_store_that_pauses_for_longer_than_a_lease_costs_no_replic
         while time.monotonic() < frozen_s + ttl_s + 3:
             assert (await made.chat())[0] == 200
             asked += 1
+            await asyncio.sleep(POLL_S)
         assert asked > 3
         made.cluster.etcd.thaw()
 
@@ -57,6 +58,7 @@ async def test_bug_4_a_store_that_pauses_for_longer_than_a_lease_costs_no_replic
         async with asyncio.timeout(60):
             while not await kept():
                 assert (await made.chat())[0] == 200
+                await asyncio.sleep(POLL_S)
         await made.routable(1)
         assert worker.identity.current.replica_id == 0
         assert worker.identity.current.epoch >= before
@@ -64,6 +66,7 @@ async def test_bug_4_a_store_that_pauses_for_longer_than_a_lease_costs_no_replic
         thawed_s = time.monotonic()
         while time.monotonic() < thawed_s + ttl_s + 1:
             assert (await made.chat())[0] == 200
+            await asyncio.sleep(POLL_S)
         assert await kept()
         assert not worker.stopping.is_set()
 

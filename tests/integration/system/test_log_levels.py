@@ -56,7 +56,7 @@ async def test_a_replica_that_joins_drains_and_leaves(caplog: pytest.LogCaptureF
 
 async def test_a_replica_that_dies_with_a_request(caplog: pytest.LogCaptureFixture, services: Services) -> None:
     caplog.set_level(logging.INFO)
-    async with system(ttl_s=2, heartbeat_interval_s=0.3) as made:
+    async with system(ttl_s=2, heartbeat_interval_s=0.3, route_wait_s=1.0) as made:
         await made.apply(LASTING)
         worker = await services.start(
             "stage-worker", "--pipeline", "text", "--stage-id", "0", "--control-plane", made.client.address,
