@@ -22,7 +22,8 @@ from connectors import metadata as facts
 from connectors.cuda import Cuda, DriverCuda, Event
 from connectors.device_peers import DevicePeers, DeviceReading
 from connectors.device_pool import DevicePool, DeviceSlot
-from connectors.handles import Elsewhere, HandleStore, Reservation
+from connectors.handles import HandleStore, Reservation
+from connectors.held import Elsewhere
 from connectors.managed import ManagedBuffer, Shapes
 from connectors.options import CudaIpcOptions
 from connectors.payload import Payload

@@ -22,16 +22,21 @@ on its way; ``cleanup`` comes after the task that publishes for the request has 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import hashlib
-import hmac
-import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager
-from typing import Protocol
 
+from connectors.held import (
+    Elsewhere,
+    FreedHandle,
+    Held,
+    StoreStats,
+    Tokens,
+    check_consumer,
+    check_put,
+    check_token,
+    not_found,
+)
 from connectors.places import ConsumerPlaces
 from connectors.pool import fingerprint
 from omni.v1 import transfer_pb2, types_pb2
@@ -45,50 +50,6 @@ DEFAULT_TTL_S = 300.0
 """Time that unread data is kept: the value the reference transfer engines use."""
 DEFAULT_CLAIM_LIMIT_S = 3600.0
 """Age at which a claim no longer protects: its consumer has died without telling anybody."""
-MAX_CONSUMER_BYTES = 128
-"""Of a consumer's name: they are kept as long as the handle."""
-_TOKEN_BYTES = 16  # 128 bits of keyed BLAKE2, which is a MAC by itself: not guessable within a handle's life
-
-
-def edge_key(edge: transfer_pb2.EdgeRef, sequence: int) -> str:
-    """The key under which workers publish chunk ``sequence`` of a flow: unique per request, attempt, edge and chunk."""
-    return f"{edge.request_id}/{edge.attempt}/{edge.from_stage}-{edge.to_stage}/{sequence}"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StoreStats:
-    """Counts of a store, or of one kind of connector in it."""
-
-    handles: int = 0
-    size_bytes: int = 0
-    """Data of those handles."""
-    claims: int = 0
-    """Claims not yet released."""
-    draining: int = 0
-    """Handles that are gone but whose data somebody still reads."""
-
-
-Elsewhere = Callable[[], AbstractAsyncContextManager[memoryview]]
-"""How to get at data that does not lie in this process's memory: it is valid inside the context."""
-
-
-class FreedHandle(Protocol):
-    """Hears of handles that are gone."""
-
-    def __call__(self, handle: transfer_pb2.TransferHandle, kind: str, held_s: float) -> None:
-        """``handle``, of a connector ``kind``, was published ``held_s`` seconds ago. Must not raise."""
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Entry:
-    handle: transfer_pb2.TransferHandle
-    kind: str
-    data: memoryview | Elsewhere
-    on_free: Callable[[], None]
-    deadline_s: float
-    places: ConsumerPlaces
-    readers: int = 0
-    gone: bool = False
 
 
 class Reservation:
@@ -138,11 +99,10 @@ class HandleStore:
         self._ttl_s = ttl_s
         self._claim_limit_s = claim_limit_s
         self._wall_s = wall_s
-        self._secret = secrets.token_bytes(32)
-        self._serial = 0
+        self._tokens = Tokens()
         self._lock = threading.Lock()
         # In order of publication, which is the order of expiry: the TTL is one for all.
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Held] = {}
         self._reserved: dict[str, Reservation] = {}
         self._by_request: dict[str, set[str]] = {}
         self._draining = 0
@@ -165,7 +125,7 @@ class HandleStore:
         """Take ``key`` for data that is about to be written. Raises ``AlreadyExistsError`` for a key in use,
         ``InvalidRequestError`` for an empty key or request id, a negative sequence or ``consumers`` below 1, and
         ``UnavailableError`` after ``close``."""
-        _check_put(key, edge, sequence, consumers)
+        check_put(key, edge, sequence, consumers)
         owner = self._owner()
         handle = transfer_pb2.TransferHandle(
             key=key,
@@ -181,8 +141,7 @@ class HandleStore:
                 raise errors.AlreadyExistsError(
                     f"key {key!r} is published already: keys are used once", reason="KEY_IN_USE", metadata={"key": key}
                 )
-            self._serial += 1
-            handle.token = self._token(key, owner.epoch, self._serial)
+            handle.token = self._tokens.next(key, owner.epoch)
             reservation = Reservation(self, handle, kind)
             self._reserved[key] = reservation
             self._by_request.setdefault(edge.request_id, set()).add(key)
@@ -201,7 +160,7 @@ class HandleStore:
                     metadata={"key": handle.key},
                 )
             del self._reserved[handle.key]
-            self._entries[handle.key] = _Entry(
+            self._entries[handle.key] = Held(
                 handle,
                 reservation.kind,
                 data.toreadonly() if isinstance(data, memoryview) else data,
@@ -230,7 +189,7 @@ class HandleStore:
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
-                raise _not_found(key, "released, expired, or never published", "HANDLE_NOT_FOUND")
+                raise not_found(key, "released, expired, or never published", "HANDLE_NOT_FOUND")
             return entry.handle
 
     def requests(self) -> list[str]:
@@ -244,7 +203,7 @@ class HandleStore:
         A named ``consumer`` has one place, however often it claims. Raises as ``describe``,
         ``ResourceExhaustedError`` when all places are taken, and ``InvalidRequestError`` for a name that is too
         long."""
-        _check_consumer(consumer)
+        check_consumer(consumer)
         with self._lock:
             places = self._authorized(key, token).places
             if not places.claim(consumer, self._clock.monotonic()):
@@ -261,12 +220,12 @@ class HandleStore:
         Unknown keys are not an error: releases may come twice, or after expiry. A named consumer that releases again
         changes nothing, and no release takes a place that another consumer has claimed. Raises
         ``PermissionDeniedError`` for a wrong token and ``InvalidRequestError`` for a name that is too long."""
-        _check_consumer(consumer)
+        check_consumer(consumer)
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
                 return False
-            self._check_token(entry, token)
+            check_token(entry.handle, token)
             entry.places.release(consumer)
             if not entry.places.done:
                 return False
@@ -346,13 +305,13 @@ class HandleStore:
         returns how many handles. Data that is claimed or read is left, until its claims are too old to be true."""
         epoch = self._owner().epoch
         with self._lock:
-            stale: list[_Entry] = []
+            stale: list[Held] = []
             if epoch != self._swept_epoch:
                 stale = [entry for entry in self._entries.values() if entry.handle.owner.epoch < epoch]
                 self._swept_epoch = epoch
             freed = self._remove(stale)
             now_s = self._clock.monotonic()
-            expired: list[_Entry] = []
+            expired: list[Held] = []
             for entry in self._entries.values():
                 if entry.deadline_s > now_s:
                     break
@@ -392,30 +351,17 @@ class HandleStore:
         if self._closed:
             raise errors.UnavailableError("the connectors of this worker are closed", reason="CONNECTOR_CLOSED")
 
-    def _token(self, key: str, epoch: int, serial: int) -> bytes:
-        # The serial number makes the token of a key that is used again another one.
-        message = f"{serial}/{epoch}/{key}".encode()
-        return hashlib.blake2b(message, key=self._secret, digest_size=_TOKEN_BYTES).digest()
-
-    def _authorized(self, key: str, token: bytes) -> _Entry:
+    def _authorized(self, key: str, token: bytes) -> Held:
         entry = self._entries.get(key)
         if entry is None:
-            raise _not_found(key, "released, expired, or never published", "HANDLE_NOT_FOUND")
-        self._check_token(entry, token)
+            raise not_found(key, "released, expired, or never published", "HANDLE_NOT_FOUND")
+        check_token(entry.handle, token)
         now_s = self._clock.monotonic()
         if entry.deadline_s <= now_s and not self._in_flight(entry, now_s):
-            raise _not_found(key, f"expired: nobody claimed it for {self._ttl_s:g} s", "HANDLE_EXPIRED")
+            raise not_found(key, f"expired: nobody claimed it for {self._ttl_s:g} s", "HANDLE_EXPIRED")
         return entry
 
-    def _check_token(self, entry: _Entry, token: bytes) -> None:
-        if not hmac.compare_digest(entry.handle.token, token):
-            raise errors.PermissionDeniedError(
-                f"the token does not open {entry.handle.key!r}",
-                reason="WRONG_TOKEN",
-                metadata={"key": entry.handle.key},
-            )
-
-    def _in_flight(self, entry: _Entry, now_s: float) -> bool:
+    def _in_flight(self, entry: Held, now_s: float) -> bool:
         return entry.readers > 0 or entry.places.protected(now_s, self._claim_limit_s)
 
     def _forget_reservation(self, reservation: Reservation) -> None:
@@ -423,7 +369,7 @@ class HandleStore:
         del self._reserved[reservation.handle.key]
         self._unlist(reservation.handle)
 
-    def _remove(self, entries: list[_Entry]) -> list[_Entry]:
+    def _remove(self, entries: list[Held]) -> list[Held]:
         """Take entries out; returns those that nobody reads: free them without the lock. Readers free the others."""
         for entry in entries:
             del self._entries[entry.handle.key]
@@ -438,30 +384,10 @@ class HandleStore:
         if not keys:
             del self._by_request[handle.edge.request_id]
 
-    def _free(self, entries: list[_Entry]) -> None:
+    def _free(self, entries: list[Held]) -> None:
         hear = self.on_freed
         for entry in entries:
             entry.on_free()
             if hear is not None:
                 held_s = self._clock.monotonic() - (entry.deadline_s - self._ttl_s)
                 hear(entry.handle, entry.kind, held_s)
-
-
-def _check_put(key: str, edge: transfer_pb2.EdgeRef, sequence: int, consumers: int) -> None:
-    if not key:
-        raise errors.InvalidRequestError.field("key", "must not be empty")
-    if not edge.request_id:
-        raise errors.InvalidRequestError.field("edge.request_id", "must not be empty")
-    if not 0 <= sequence < 2**64:
-        raise errors.InvalidRequestError.field("sequence", f"must be 0 to 18446744073709551615, got {sequence}")
-    if not 1 <= consumers < 2**32:
-        raise errors.InvalidRequestError.field("consumers", f"must be 1 to 4294967295, got {consumers}")
-
-
-def _check_consumer(consumer: str) -> None:
-    if len(consumer.encode()) > MAX_CONSUMER_BYTES:
-        raise errors.InvalidRequestError.field("consumer", f"must be at most {MAX_CONSUMER_BYTES} bytes long")
-
-
-def _not_found(key: str, why: str, reason: str) -> errors.NotFoundError:
-    return errors.NotFoundError(f"no data under {key!r}: {why}", reason=reason, metadata={"key": key})

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from connectors import codec
-from connectors.handles import Elsewhere, HandleStore, Reservation
+from connectors.handles import HandleStore, Reservation
+from connectors.held import Elsewhere
 from connectors.managed import BYTES, LeakCount, ManagedBuffer, Shapes
 from connectors.metadata import to_struct
 from connectors.payload import Payload

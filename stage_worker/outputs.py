@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from time import perf_counter
 
-from connectors.handles import HandleStore, edge_key
+from connectors.handles import HandleStore
+from connectors.held import edge_key
 from connectors.payload import Payload
 from omni.v1 import stage_service_pb2, transfer_pb2
 from omnicore.errors import OmniError

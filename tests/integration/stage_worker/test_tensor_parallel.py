@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from connectors import dtypes
-from connectors.handles import edge_key
+from connectors.held import edge_key
 from connectors.payload import Payload
 from connectors.tensor_parallel import KvLayout, merge_heads, plan_ranks, rank_key
 from omni.v1 import transfer_pb2, transfer_service_pb2_grpc

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from connectors.handles import HandleStore, Reservation, StoreStats, edge_key
+from connectors.handles import HandleStore, Reservation
+from connectors.held import StoreStats, edge_key
 from connectors.places import ConsumerPlaces
 from omni.v1 import transfer_pb2, types_pb2
 from omnicore import errors
