@@ -8,7 +8,6 @@ from typing import Protocol
 
 from connectors.connector_set import ConnectorSet
 from omni.v1 import pipeline_pb2, prompt_pb2, stage_service_pb2, transfer_pb2
-from omnicore.durations import to_seconds
 from omnicore.errors import AlreadyExistsError, InvalidRequestError, OmniError, UnavailableError, UnimplementedError
 from stage_worker.engine import Engine
 from stage_worker.flows import FlowTable
@@ -114,8 +113,6 @@ class WorkerParts:
             raise InvalidRequestError.field("request_id", "required")
         if chars > MAX_REQUEST_ID_CHARS:
             raise InvalidRequestError.field("request_id", f"at most {MAX_REQUEST_ID_CHARS} characters, got {chars}")
-        if call.HasField("timeout") and to_seconds(call.timeout) <= 0:
-            raise InvalidRequestError.field("timeout", "must be above 0")
         inputs, outputs, prompt = call.inputs, call.outputs, call.prompt
         has_prompt = prompt.WhichOneof("kind") is not None
         if not has_prompt and not inputs:

@@ -10,11 +10,8 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import AsyncGeneratorType
-from typing import Any, Protocol
 
-from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
-
-from omni.v1 import output_pb2, stage_service_pb2
+from omni.v1 import stage_service_pb2
 from omnicore.durations import to_seconds
 from omnicore.errors import (
     DeadlineExceededError,
@@ -26,7 +23,8 @@ from omnicore.errors import (
 )
 from omnicore.log import get_logger
 from stage_worker.calls import CallKey, WorkerParts
-from stage_worker.engine import EngineOutput, EngineRequest, Finish, Resume, TokenChance
+from stage_worker.engine import EngineOutput, EngineRequest, Finish, Resume
+from stage_worker.events import EventFrame, EventWriter, fill
 from stage_worker.flow_reader import FlowReader
 from stage_worker.identity import replica_name
 from stage_worker.outbox import Outbox
@@ -41,36 +39,6 @@ MEDIA_PIECE_BYTES = 1024 * 1024
 ABORT_TIMEOUT_S = 5.0
 """An engine that takes longer to forget a request hangs; the heartbeat will tell."""
 _ENDED = RequestCancelledError("ended")  # says that a call cleans up; never raised or sent
-
-
-class EventFrame(Protocol):
-    """What is sent to a gateway, as calls see it."""
-
-    @property
-    def events(self) -> RepeatedCompositeFieldContainer[stage_service_pb2.StageEvent]:
-        """In order per call."""
-        ...
-
-
-class EventWriter(Protocol):
-    """Where the events of calls go (``FrameWriter``)."""
-
-    @property
-    def blocked(self) -> bool:
-        """True while its reader is too slow: await ``room``."""
-        ...
-
-    async def room(self) -> None:
-        """Return when there is room."""
-        ...
-
-    def part(self, size_bytes: int) -> EventFrame:
-        """The frame to add an event of that size to, at once."""
-        ...
-
-    def open(self, frame: Any) -> bool:
-        """``frame`` has not left yet: what was added to it may still be changed."""
-        ...
 
 
 class CallRunner:
@@ -100,6 +68,7 @@ class CallRunner:
         self._ending: OmniError | None = None
         self._task: asyncio.Task[None] | None = None
         self._begun = False
+        self._limit_s = _time_limit_s(call)
         self._deadline: asyncio.TimerHandle | None = None
         self._outputs: Sequence[OutputGroup] = ()
         self._inputs: dict[tuple[int, str], FlowReader | HandleReader] = {}
@@ -178,8 +147,8 @@ class CallRunner:
             self._open_inputs()  # even of a call that is over already: its handles must be released
             if self._ending is not None:
                 raise self._ending
-            if self._call.HasField("timeout"):
-                self._deadline = loop.call_later(to_seconds(self._call.timeout), self._abort_late)
+            if self._limit_s is not None:
+                self._deadline = loop.call_later(self._limit_s, self._abort_late)
             await self._work()
         except asyncio.CancelledError as cancellation:
             error = self._ending or RequestCancelledError("the worker stopped")
@@ -209,8 +178,7 @@ class CallRunner:
             raise cancelled
 
     def _abort_late(self) -> None:
-        limit_s = to_seconds(self._call.timeout)
-        self.abort(DeadlineExceededError(f"not done within {limit_s:g} s", metadata={"timeout_s": limit_s}))
+        self.abort(DeadlineExceededError(f"not done within {self._limit_s:g} s", metadata={"timeout_s": self._limit_s}))
 
     async def _work(self) -> None:
         request = self._engine_request()
@@ -239,19 +207,16 @@ class CallRunner:
     async def _forward(self, outputs: AsyncIterator[EngineOutput]) -> None:
         """The loop that every token passes: nothing here may cost more than it must."""
         progress, writer, groups, emit = self._parts.progress, self._writer, self._outputs, self._call.emit_output
-        skips = self._skip_bytes > 0
         async for output in outputs:
             progress.outputs += 1
             self.completion_tokens += len(output.token_ids)
             if emit:
                 if writer.blocked:
                     await writer.room()
-                if skips and output.media:
-                    output = self._without_skipped(output)
-                if len(output.media) > MEDIA_PIECE_BYTES:
+                if output.media:
                     await self._send_media(output)
-                elif output.text or output.media or output.token_ids:
-                    _fill(self._new_event(len(output.text) + len(output.media)), output, output.media)
+                elif output.text or output.token_ids:
+                    fill(self._new_event(len(output.text)), output)
             for group in groups:
                 await group.write(output)
             if output.finish is not None:
@@ -276,8 +241,6 @@ class CallRunner:
         """What of ``output`` the client does not have: sending the rest only to be thrown away would cost as much as
         making it."""
         size_bytes = min(self._skip_bytes, len(output.media))
-        if not size_bytes:
-            return output
         self._skip_bytes -= size_bytes
         self._skipped_bytes += size_bytes
         if not self._skip_bytes:
@@ -289,15 +252,20 @@ class CallRunner:
         self._skipped_bytes = 0
 
     async def _send_media(self, output: EngineOutput) -> None:
-        for start in range(0, len(output.media), MEDIA_PIECE_BYTES):
-            if self._writer.blocked:
-                await self._writer.room()
-            piece = output.media[start : start + MEDIA_PIECE_BYTES]
-            event = self._new_event(len(piece))
-            if start == 0:
-                _fill(event, output, piece)
-            else:
-                event.media = piece
+        """An output with media: without what the client has, and in pieces."""
+        if self._skip_bytes:
+            output = self._without_skipped(output)
+        media, writer = output.media, self._writer
+        if media or output.text or output.token_ids:
+            piece = media[:MEDIA_PIECE_BYTES]
+            event = self._new_event(len(output.text) + len(piece))
+            fill(event, output)
+            event.media = piece
+        for start in range(MEDIA_PIECE_BYTES, len(media), MEDIA_PIECE_BYTES):
+            if writer.blocked:
+                await writer.room()
+            piece = media[start : start + MEDIA_PIECE_BYTES]
+            self._new_event(len(piece)).media = piece
 
     def _open_inputs(self) -> None:
         call, parts = self._call, self._parts
@@ -400,26 +368,10 @@ class CallRunner:
         return self._parts.identity.locate(error, self._call.attempt)
 
 
-def _fill(event: stage_service_pb2.StageEvent, output: EngineOutput, media: bytes) -> None:
-    if output.text:
-        event.text = output.text
-    if output.token_ids:
-        event.token_ids.extend(output.token_ids)
-    if output.prompt_tokens:
-        event.prompt_tokens = output.prompt_tokens
-    for taken, top in output.logprobs:
-        entry = event.logprobs.add()
-        _fill_chance(entry.token, taken)
-        for chance in top:
-            _fill_chance(entry.top.add(), chance)
-    if media:
-        event.media = media
-    info = output.media_info
-    if info is not None:
-        event.media_info.mime_type = info.mime_type
-        event.media_info.sample_rate_hz = info.sample_rate_hz
-        event.media_info.channels = info.channels
-
-
-def _fill_chance(chance: output_pb2.TokenChance, made: TokenChance) -> None:
-    chance.token_id, chance.text, chance.logprob = made
+def _time_limit_s(call: stage_service_pb2.StageCall) -> float | None:
+    if not call.HasField("timeout"):
+        return None
+    limit_s = to_seconds(call.timeout)
+    if limit_s <= 0:
+        raise InvalidRequestError.field("timeout", "must be above 0")
+    return limit_s

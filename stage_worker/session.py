@@ -128,10 +128,12 @@ class Session:
         if self._parts.calls.draining:
             self.writer.touch()
             return
+        if self._load_timer is not None:
+            return  # of most changes it is known that they will be told
         wait_s = self._load_due_s - self._clock.monotonic()
         if wait_s <= 0:
             self._send_load()
-        elif self._load_timer is None:
+        else:
             self._load_timer = asyncio.get_running_loop().call_later(wait_s, self._send_load)
 
     async def read(self, requests: AsyncIterator[pb.SessionRequest]) -> None:

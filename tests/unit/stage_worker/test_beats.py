@@ -131,6 +131,24 @@ async def test_beats_leave_while_the_engine_answers_and_end_when_it_hangs(replic
     assert not replica.beats.running
 
 
+async def test_calls_that_end_before_a_beat_is_due_cost_no_task_and_the_next_is_heard_of(replica: Replica) -> None:
+    tasks = asyncio.all_tasks()
+    for _ in range(5):
+        replica.beats.start()
+        replica.beats.stop()
+    assert asyncio.all_tasks() == tasks
+    replica.beats.start()
+    await replica.until_asked(1)
+    replica.beats.stop()  # the engine hangs: who waits for it is let go
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert replica.probes.asked[0].cancelled()
+    assert asyncio.all_tasks() == tasks
+    replica.probes.answers = True
+    replica.beats.start()
+    await replica.until(1)
+
+
 async def test_what_is_asked_for_leaves_at_once_after_progress() -> None:
     replica = Replica()
     replica.beats = Beats(3600, replica.vitality, replica._send)
@@ -139,7 +157,7 @@ async def test_what_is_asked_for_leaves_at_once_after_progress() -> None:
     replica.beats.ask()
     await replica.until(1)
     assert not replica.probes.asked
-    replica.beats.stop()
+    replica.beats.close()
 
 
 async def test_a_dead_engine_ends_the_beats(replica: Replica) -> None:
