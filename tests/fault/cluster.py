@@ -223,7 +223,7 @@ class Rounds:
                 asked_s = time.monotonic()
                 if (ref := await routes.route()) is not None:
                     seen[ref.replica_id] = asked_s
-                await asyncio.sleep(0.002)
+                await asyncio.sleep(0.01)  # less would be a load of its own
 
     async def unrouted(self, replica_id: int, since_s: float, *, quiet_s: float = 0.5) -> float:
         """Seconds from ``since_s`` (monotonic) until the last gateway routed to this replica for the last time. They
