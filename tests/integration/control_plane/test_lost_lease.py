@@ -1,4 +1,5 @@
-"""The lease of a replica that serves is revoked by hand, as ``etcdctl lease revoke`` does it: no request minds."""
+"""The lease of a replica that serves is revoked by hand, as ``etcdctl lease revoke`` does it, or ends while the only
+control plane stands still: no request minds."""
 
 from __future__ import annotations
 
@@ -100,3 +101,49 @@ async def test_it_is_claimed_anew_once_and_requests_go_on(services: Services) ->
         assert record is not None
         assert record.create_revision == max(epochs)
         assert record.lease_id
+
+
+async def test_it_ends_while_the_control_plane_stands_still(services: Services) -> None:
+    """The gateway is told of the end as of a change, before the worker has claimed anew."""
+    etcd = await services.start("etcd", "--client-listen", "127.0.0.1:0")
+    flags = ("--etcd", etcd.ready["endpoints"][0], "--lease-ttl-s", "3", "--heartbeat-interval-s", "0.5")
+    control_plane = await services.start("control-plane", "--listen", "127.0.0.1:0", *flags)
+    address = control_plane.ready["address"]
+    client = Client(address)
+    async with client.channel:
+        await client.apply(DEPLOY.replace("200", "5"))
+        # A request that finds nobody fails at once.
+        ports = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--route-wait-s", "0")
+        gateway = services.spawn("gateway", *ports, "--control-plane", address)
+        stage = ("--pipeline", "demo", "--stage-id", "0")
+        worker = services.spawn("stage-worker", *stage, "--control-plane", address, "--listen", "127.0.0.1:0")
+        for process in (gateway, worker):
+            await process.wait_ready()
+        url = f"http://{gateway.ready['http']}"
+        await until_routable(url, "demo", {0: 1})
+        epoch: int = worker.ready["epoch"]
+        enough = asyncio.Event()
+        async with EtcdClient(etcd.ready["endpoints"]) as store, asyncio.TaskGroup() as asking:
+            for _ in range(3):
+                asking.create_task(_ask_until(enough, url))
+            record = await store.get(RECORD)
+            assert record is not None
+            control_plane.freeze()
+            while await store.get(RECORD) is not None:
+                await asyncio.sleep(0.05)
+            control_plane.thaw()
+            async with asyncio.timeout(60):
+                while not any(found.ref.epoch > epoch for found in (await client.replicas()).values()):
+                    await asyncio.sleep(0.05)
+            await until_routable(url, "demo", {0: 1})
+            enough.set()
+        assert worker.running
+
+
+async def _ask_until(enough: asyncio.Event, url: str) -> None:
+    """Chats, one after the other; raises for one that does not come to its end."""
+    while not enough.is_set():
+        answer = Answer(url)
+        await answer.task
+        assert answer.errors == []
+        assert answer.finish
