@@ -16,12 +16,14 @@ from gateway.execution_parts import ExecutionParts
 from gateway.graph import PipelineGraph, RoutePlan, StageStep
 from gateway.replica_session import ReplicaSession
 from gateway.request import RequestSpec, RequestState
+from gateway.request_trace import RequestTrace
 from gateway.stage_calls import merge_sampling, pass_trace_on
 from gateway.stage_pool import Assignment
+from gateway.wire import number_tag, sized_tag, varint
 from omni.v1 import output_pb2, sampling_pb2, stage_service_pb2
 from omnicore import errors
 
-_MOST_TEMPLATES = 256
+_MOST_KINDS = 256
 """Kinds of call that are kept: few clients use more than a handful of sampling parameters."""
 
 
@@ -63,7 +65,7 @@ class DirectRequest(RequestState):
         self._on_end = on_end
         self._on_trouble = on_trouble
 
-    def begin(self, call: stage_service_pb2.StageCall) -> None:
+    def begin(self, call: DirectCall) -> None:
         """Send the call."""
         self.deadline = self._loop.call_later(self.spec.timeout_s, self.end_late)
         try:
@@ -136,19 +138,45 @@ class DirectRequest(RequestState):
         self._on_end(self)
 
 
+class DirectCall:
+    """A call that is encoded of what calls of its kind have in common and what is its own, without a message object."""
+
+    __slots__ = ("_kind", "_prompt", "call_id", "more", "request_id")
+
+    def __init__(self, kind: bytes, prompt: bytes, request_id: str) -> None:
+        self._kind = kind
+        self._prompt = prompt
+        self.request_id = request_id
+        self.call_id = 0
+        """Set by the session."""
+        self.more: stage_service_pb2.StageCall | None = None
+        """Fields beside these, where it has some."""
+
+    def SerializeToString(self) -> bytes:  # noqa: N802 -- as messages have it
+        """As a ``StageCall``."""
+        request_id, prompt = self.request_id.encode(), self._prompt
+        encoded = b"%b%b%b%b%b%b%b%b%b" % (
+            self._kind, _CALL_ID, varint(self.call_id), _REQUEST_ID, varint(len(request_id)), request_id,
+            _PROMPT, varint(len(prompt)), prompt,
+        )  # fmt: skip
+        return encoded if self.more is None else encoded + self.more.SerializeToString()
+
+
 class DirectCalls:
     """Which requests can go the shortest way, and their calls."""
 
     def __init__(self, parts: ExecutionParts) -> None:
         self._router = parts.router
-        self._templates: dict[tuple[str, int, float], _Template] = {}
+        self._kinds: dict[tuple[str, int, float], _Kind] = {}
 
     def place(self, spec: RequestSpec, plan: RoutePlan) -> tuple[Assignment, ReplicaSession] | None:
         """Take a place for it; None, and nothing is taken, if there is more to it, or anything to wait for."""
-        if len(plan.steps) != 1 or spec.session_id or cfg.roles(plan.steps[0], spec.prompt):
+        if len(plan.steps) != 1 or spec.session_id:
             return None
-        key = (spec.graph.name, plan.steps[0].stage_id)
-        assignment = self._router.try_pick_any(key, spec.wire_id or spec.request_id, spec.prompt)
+        step = plan.steps[0]
+        if step.companions and cfg.roles(step, spec.prompt):
+            return None
+        assignment = self._router.try_pick_any((spec.graph.name, step.stage_id), spec)
         if assignment is None:
             return None
         session = assignment.slot.session
@@ -157,37 +185,42 @@ class DirectCalls:
             return None
         return assignment, session
 
-    def call(self, spec: RequestSpec, plan: RoutePlan) -> stage_service_pb2.StageCall:
+    def call(self, spec: RequestSpec, plan: RoutePlan, trace: RequestTrace | None) -> DirectCall:
         """The call of its one stage: as ``CallMaker`` would make it."""
-        # What is asked for is often the very same object (see ``chat_schema``), so its identity will do; the template
-        # keeps it, so that the number is nobody else's meanwhile.
+        # What is asked for is often the very same object (see ``plain_chat``), so its identity will do; the kind keeps
+        # it, so that the number is nobody else's meanwhile.
         key = (spec.graph.name, id(spec.sampling), spec.timeout_s)
-        template = self._templates.get(key)
-        if template is None or template.asked is not spec.sampling or template.graph is not spec.graph:
-            if len(self._templates) >= _MOST_TEMPLATES:
-                self._templates.clear()
-            template = self._templates[key] = _Template(spec, plan.steps[0])
-        call = stage_service_pb2.StageCall()
-        call.CopyFrom(template.call)
-        call.request_id = spec.wire_id or spec.request_id
-        call.prompt.CopyFrom(spec.prompt)
-        if spec.trace_parent:
-            pass_trace_on(spec, call)
-        if spec.speech.voice or spec.speech.speed or spec.speech.instructions:
-            call.speech.CopyFrom(spec.speech)
+        kind = self._kinds.get(key)
+        if kind is None or kind.asked is not spec.sampling or kind.graph is not spec.graph:
+            if len(self._kinds) >= _MOST_KINDS:
+                self._kinds.clear()
+            kind = self._kinds[key] = _Kind(spec, plan.steps[0])
+        call = DirectCall(kind.encoded, spec.encoded_prompt, spec.wire_id or spec.request_id)
+        if trace is not None or spec.trace_parent:
+            more = call.more = stage_service_pb2.StageCall(request_id=call.request_id)
+            if trace is not None:
+                trace.tell(more, plan.steps[0].stage_id, 0)
+            else:
+                pass_trace_on(spec, more)
         return call
 
 
-class _Template:
+class _Kind:
     """What calls of the same kind have in common."""
 
-    __slots__ = ("asked", "call", "graph")
+    __slots__ = ("asked", "encoded", "graph")
 
     def __init__(self, spec: RequestSpec, step: StageStep) -> None:
         self.graph: PipelineGraph = spec.graph
         self.asked: sampling_pb2.SamplingParams = spec.sampling
-        self.call = stage_service_pb2.StageCall(emit_output=step.emits)
-        self.call.sampling.SetInParent()
-        merge_sampling(step, spec.sampling, self.call.sampling)
-        self.call.timeout.seconds = int(spec.timeout_s)
-        self.call.timeout.nanos = int(spec.timeout_s % 1 * 1e9)
+        call = stage_service_pb2.StageCall(emit_output=step.emits)
+        call.sampling.SetInParent()
+        merge_sampling(step, spec.sampling, call.sampling)
+        call.timeout.seconds = int(spec.timeout_s)
+        call.timeout.nanos = int(spec.timeout_s % 1 * 1e9)
+        self.encoded = call.SerializeToString()
+
+
+_CALL_ID = number_tag(stage_service_pb2.StageCall.CALL_ID_FIELD_NUMBER)
+_REQUEST_ID = sized_tag(stage_service_pb2.StageCall.REQUEST_ID_FIELD_NUMBER)
+_PROMPT = sized_tag(stage_service_pb2.StageCall.PROMPT_FIELD_NUMBER)

@@ -209,7 +209,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
             graph=graph,
             task=task,
             modalities=modalities,
-            prompt=request.prompt,
+            given_prompt=request.prompt,
             sampling=request.sampling,
             speech=request.speech,
             timeout_s=timeout_s,

@@ -156,7 +156,8 @@ class Orchestrator:
             return None
         assignment, session = placed
         try:
-            call = self._direct.call(spec, plan)
+            trace = self._tracing.begin(spec) if self._tracing is not None else None
+            call = self._direct.call(spec, plan, trace)
             self.admission.try_enter(spec.entry)
         except Exception:
             assignment.release()
@@ -165,10 +166,8 @@ class Orchestrator:
             spec, plan, assignment, session, buffer_limit_bytes=self._buffer_limit_bytes,
             notes_output=self._parts.limits.replays > 0, on_end=self._ended, on_trouble=self._take_over,
         )  # fmt: skip
+        state.trace = trace
         state.note("admitted")
-        if self._tracing is not None and (trace := self._tracing.begin(spec)) is not None:
-            state.trace = trace
-            trace.tell(call, plan.steps[0].stage_id, 0)
         self.budget.request_begun()
         self.running[spec.request_id] = state
         self._idle.clear()

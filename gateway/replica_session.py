@@ -27,7 +27,7 @@ from collections.abc import Callable
 import grpc.aio
 
 from gateway.session_link import SessionLink
-from gateway.session_roles import AbortedCall, CallSink, SessionListener
+from gateway.session_roles import AbortedCall, Call, CallSink, SessionListener
 from gateway.silence import Silence
 from gateway.unsent import Unsent
 from gateway.worker_rpcs import WorkerRpcs
@@ -121,7 +121,7 @@ class ReplicaSession:
 
     # -- calls --
 
-    def submit(self, call: stage_service_pb2.StageCall, sink: CallSink) -> int:
+    def submit(self, call: Call, sink: CallSink) -> int:
         """Begin ``call``; sets and returns its call_id. Sent with all else of this loop turn, or once connected.
 
         Raises ``UnavailableError`` if the session is down; the sink is not called then.

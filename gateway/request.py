@@ -33,7 +33,8 @@ class RequestSpec:
     graph: PipelineGraph
     task: str
     modalities: tuple[str, ...]
-    prompt: prompt_pb2.Prompt
+    given_prompt: prompt_pb2.Prompt | bytes
+    """The prompt, which may be encoded; see ``prompt``."""
     sampling: sampling_pb2.SamplingParams
     speech: prompt_pb2.SpeechOptions
     timeout_s: float
@@ -49,6 +50,19 @@ class RequestSpec:
     """Goes with ``trace_parent``."""
     route: str = "/v1/chat/completions"
     """HTTP path, or gRPC method, that it came by; for traces."""
+
+    @property
+    def prompt(self) -> prompt_pb2.Prompt:
+        """What is asked. One that was given encoded is decoded when somebody wants to look at it: few do."""
+        if isinstance(self.given_prompt, bytes):
+            self.given_prompt = prompt_pb2.Prompt.FromString(self.given_prompt)
+        return self.given_prompt
+
+    @property
+    def encoded_prompt(self) -> bytes:
+        """The same, as it travels."""
+        given = self.given_prompt
+        return given if isinstance(given, bytes) else given.SerializeToString()
 
 
 @dataclasses.dataclass(slots=True)

@@ -18,6 +18,7 @@ from gateway.graph import PipelineGraph
 from gateway.prefix import prefix_key
 from gateway.replica_session import ReplicaSession
 from gateway.replica_table import Claim, ReplicaTable, ReplicaView, StageKey, replica_key
+from gateway.request import RequestSpec
 from gateway.stage_pool import Assignment, ReplicaSlot, StagePool
 from gateway.topology import Distances
 from omni.v1 import prompt_pb2, types_pb2
@@ -135,11 +136,11 @@ class Router:
             self._log_route(pool, assignment)
         return assignment
 
-    def try_pick_any(self, key: StageKey, request_id: str, prompt: prompt_pb2.Prompt) -> Assignment | None:
+    def try_pick_any(self, key: StageKey, spec: RequestSpec) -> Assignment | None:
         """As ``try_pick`` for a request that follows nothing, with the hint that it needs: what most requests are."""
         pool = self._known(key)
-        hint = self.hint(key, prompt) if pool.by_prefix else NO_HINT
-        assignment = pool.try_pick(request_id, hint=hint)
+        hint = self.hint(key, spec.prompt) if pool.by_prefix else NO_HINT
+        assignment = pool.try_pick(spec.wire_id or spec.request_id, hint=hint)
         if assignment is not None and _log.wants_debug:
             self._log_route(pool, assignment)
         return assignment

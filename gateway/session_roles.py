@@ -20,6 +20,17 @@ class CallSink(Protocol):
         ...
 
 
+class Call(Protocol):
+    """A ``StageCall``, or what encodes to one."""
+
+    call_id: int
+    """Set by the session that begins it."""
+
+    def SerializeToString(self) -> bytes:  # noqa: N802 -- as messages have it
+        """As it travels."""
+        ...
+
+
 class SessionListener(Protocol):
     """Who must know how the session fares."""
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gateway.session_roles import Call
+from gateway.wire import sized_tag, varint
 from omni.v1 import stage_service_pb2
 
 # Frames stay well below the message limit of rpc.py: prompts with media are up to 16 MiB, most are tiny.
 _FRAME_BYTES = 1024 * 1024
-_CALLS_TAG = bytes((stage_service_pb2.SessionRequest.CALLS_FIELD_NUMBER << 3 | 2,))
+_CALLS_TAG = sized_tag(stage_service_pb2.SessionRequest.CALLS_FIELD_NUMBER)
 
 
 class Unsent:
@@ -26,7 +28,7 @@ class Unsent:
         self.drain_heard = False
         """No calls follow."""
 
-    def begin(self, call: stage_service_pb2.StageCall) -> None:
+    def begin(self, call: Call) -> None:
         """One more call, which is encoded now."""
         self._calls[call.call_id] = call.SerializeToString()
 
@@ -65,20 +67,10 @@ class Unsent:
                 yield b"".join(parts)
                 parts, size = [], 0
             size += len(call)
-            parts += (_CALLS_TAG, _varint(len(call)), call)
+            parts += (_CALLS_TAG, varint(len(call)), call)
         if parts:
             yield b"".join(parts)
         if drain_heard:
             # What was begun before is on its way. Whoever picked it before and begins only now is refused there, and
             # goes elsewhere.
             yield stage_service_pb2.SessionRequest(drain_heard=True).SerializeToString()
-
-
-def _varint(number: int) -> bytes:
-    """As protobuf encodes a length: seven bits a byte, the least first."""
-    encoded = bytearray()
-    while number > 127:
-        encoded.append(number & 127 | 128)
-        number >>= 7
-    encoded.append(number)
-    return bytes(encoded)

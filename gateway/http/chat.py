@@ -15,6 +15,7 @@ from gateway.http.choices import begin_choices, seeded, stream_choices
 from gateway.http.exchange import JSON_HEADERS, Exchange
 from gateway.http.logprobs import chat_logprobs, of_events
 from gateway.http.pictures import PictureCollector, pictures
+from gateway.http.plain_chat import PlainChat
 from gateway.http.running_usage import RunningUsage
 from gateway.http.service import HttpService
 from gateway.http.sse import stream_events
@@ -106,7 +107,7 @@ class ChatChunks:
         "_tail", "_text", "_transcript", "_usage", "_with_audio",
     )  # fmt: skip
 
-    def __init__(self, request_id: str, created: int, chat: ChatRequest, index: int = 0) -> None:
+    def __init__(self, request_id: str, created: int, chat: ChatRequest | PlainChat, index: int = 0) -> None:
         self._audio_id = "audio_" + request_id.removeprefix("chatcmpl-")
         self._with_audio = "audio" in chat.modalities
         self._pictures = PictureCollector() if "image" in chat.modalities else None
@@ -249,7 +250,7 @@ def _choice(
 def plain_answer(
     request_id: str,
     created: int,
-    chat: ChatRequest,
+    chat: ChatRequest | PlainChat,
     state: RequestState,
     events: Sequence[stage_service_pb2.StageEvent],
 ) -> bytes:

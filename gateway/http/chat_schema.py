@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -15,6 +13,7 @@ from gateway import validation
 from gateway.graph import PipelineGraph
 from gateway.http.content_parts import NOT_OFFERED, Messages, RemoteMedia
 from gateway.http.fields import Fields
+from gateway.http.plain_chat import HARMLESS, PlainChat, plain_chat
 from gateway.http.session_fields import SESSION_FIELDS, read_session
 from omni.v1 import prompt_pb2, sampling_pb2
 from omnicore import errors
@@ -39,10 +38,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "moderation": (),
 }
-_HARMLESS = frozenset((
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "parallel_tool_calls",
-))  # fmt: skip
 
 # JSON names that are fields of SamplingParams; some are extensions, as vLLM has them.
 _NUMBERS = frozenset(
@@ -58,31 +53,11 @@ _RARE = _PROMPT_OPTIONS | {"n", "timeout", "priority", "logprobs", "top_logprobs
 _KNOWN = (
     SAMPLING
     | _REFUSED.keys()
-    | _HARMLESS
+    | HARMLESS
     | _RARE
     | SESSION_FIELDS
     | {"model", "messages", "extra_body", "modalities", "audio", "stream", "stream_options"}
 )
-
-# What nearly all bodies have, and values that need no second look: type float stands for any number, and the bounds
-# are those that ``validation`` and the fields of SamplingParams set, both accepted. Anything else is read in full.
-_PLAIN_VALUES: dict[str, tuple[type, float, float]] = {
-    "temperature": (float, 0, sys.float_info.max),
-    "top_p": (float, math.ulp(0.0), 1),
-    "presence_penalty": (float, -2, 2),
-    "frequency_penalty": (float, -2, 2),
-    "repetition_penalty": (float, math.ulp(0.0), sys.float_info.max),
-    "top_k": (int, 1, 2**31 - 1),
-    "seed": (int, -(2**63), 2**63 - 1),
-    "max_tokens": (int, 1, 2**32 - 1),
-    "max_completion_tokens": (int, 1, 2**32 - 1),
-    "ignore_eos": (bool, False, True),
-}
-_PLAIN_OTHERS = _HARMLESS | {"model", "messages", "stream", "stream_options", "session_id"}
-_SAMPLING: dict[tuple[tuple[str, Any, type], ...], sampling_pb2.SamplingParams] = {}
-_MOST_SAMPLING = 256
-_PLAIN_ROLES = frozenset(validation.ROLES)
-_PLAIN_ID = re.compile(rf"[!-~]{{0,{validation.MAX_ID_CHARS}}}")
 
 
 @dataclasses.dataclass(slots=True)
@@ -122,7 +97,7 @@ def parse_chat(
     ``media_domains``: hosts that pictures and sounds may be fetched from.
     """
     if (plain := plain_chat(body, pipelines, prompt_limit_bytes)) is not None:
-        return plain
+        return of_plain(plain)
     fields = Fields(_flat(body))
     graph = validation.find_pipeline(pipelines, fields.string("model", "") or "")
     validation.check_task(graph, "chat", "model")
@@ -153,84 +128,12 @@ def parse_chat(
     )  # fmt: skip
 
 
-def plain_chat(body: Any, pipelines: Mapping[str, PipelineGraph], prompt_limit_bytes: int) -> ChatRequest | None:
-    """What the full way would make of a valid body as nearly all are: turns of text, a few sampling parameters. None
-    for any other, valid or not: what is wrong with it is said in one place only."""
-    if type(body) is not dict or type(model := body.get("model")) is not str:
-        return None
-    graph = pipelines.get(model)
-    if graph is None or "chat" not in graph.entrypoints or "text" not in graph.modalities("chat"):
-        return None
-    stream, options = body.get("stream"), body.get("stream_options")
-    session_id, include_usage = body.get("session_id"), False
-    if stream is not None and type(stream) is not bool:
-        return None
-    if options is not None:
-        if not stream or type(options) is not dict or options.keys() != {"include_usage"}:
-            return None
-        if type(include_usage := options["include_usage"]) is not bool:
-            return None
-    if session_id is not None and (type(session_id) is not str or _PLAIN_ID.fullmatch(session_id) is None):
-        return None
-    sampling = _plain_sampling(body)
-    prompt = _plain_prompt(body.get("messages")) if sampling is not None else None
-    if sampling is None or prompt is None or prompt.ByteSize() > prompt_limit_bytes:
-        return None
+def of_plain(chat: PlainChat) -> ChatRequest:
+    """The same request."""
     return ChatRequest(
-        graph, ("text",), prompt, sampling, prompt_pb2.SpeechOptions(), "", stream or False, include_usage,
-        session_id or "", 1, 0.0, None, False, [],
+        chat.graph, chat.modalities, prompt_pb2.Prompt.FromString(chat.prompt), chat.sampling,
+        prompt_pb2.SpeechOptions(), "", chat.stream, chat.include_usage, chat.session_id, 1, 0.0, None, False, [],
     )  # fmt: skip
-
-
-def _plain_sampling(body: dict[str, Any]) -> sampling_pb2.SamplingParams | None:
-    """Of the same parameters the same object, not to be changed: clients send few kinds of them."""
-    # With their types, since 1, 1.0 and true are equal keys.
-    asked = tuple([(name, value, type(value)) for name, value in body.items() if name not in _PLAIN_OTHERS])
-    try:
-        known = _SAMPLING.get(asked)
-    except TypeError:  # a list is no plain value
-        return None
-    if known is None and (known := _new_plain_sampling(body)) is not None and "seed" not in body:
-        if len(_SAMPLING) >= _MOST_SAMPLING:
-            _SAMPLING.clear()
-        _SAMPLING[asked] = known
-    return known
-
-
-def _new_plain_sampling(body: dict[str, Any]) -> sampling_pb2.SamplingParams | None:
-    given: dict[str, Any] = {}
-    for name, value in body.items():
-        if (accepted := _PLAIN_VALUES.get(name)) is None:
-            if name not in _PLAIN_OTHERS:
-                return None
-        elif value is not None:
-            wanted, low, high = accepted
-            kind: type = type(value)
-            if kind is not wanted and not (wanted is float and kind is int):
-                return None
-            if not low <= value <= high:  # so says not a number, too
-                return None
-            given[name] = value
-    if (limit := given.pop("max_completion_tokens", None)) is not None and given.setdefault(
-        "max_tokens", limit
-    ) != limit:
-        return None
-    return sampling_pb2.SamplingParams(**given)
-
-
-def _plain_prompt(messages: Any) -> prompt_pb2.Prompt | None:
-    if type(messages) is not list or not 0 < len(messages) <= validation.MAX_MESSAGE_PARTS:
-        return None
-    prompt = prompt_pb2.Prompt()
-    add = prompt.chat.messages.add  # much cheaper than messages given to a constructor, which copies them
-    for message in messages:
-        if type(message) is not dict or len(message) != 2:
-            return None
-        role, content = message.get("role"), message.get("content")
-        if type(role) is not str or type(content) is not str or role not in _PLAIN_ROLES:
-            return None
-        add(role=role).parts.add(text=content)
-    return prompt
 
 
 def _flat(body: object) -> object:

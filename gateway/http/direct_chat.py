@@ -12,12 +12,13 @@ import orjson
 
 from gateway.admission import Entry, effective_priority
 from gateway.http.chat import ChatChunks, plain_answer
-from gateway.http.chat_schema import ChatRequest, plain_chat
 from gateway.http.endpoints import as_in_body
 from gateway.http.exchange import JSON_HEADERS, Exchange
+from gateway.http.plain_chat import PlainChat, plain_chat
 from gateway.http.service import HttpService
 from gateway.http.sse import EventStream
 from gateway.request import RequestSpec, RequestState
+from omni.v1 import prompt_pb2
 from omnicore import errors
 from omnicore.log import get_logger
 
@@ -25,6 +26,7 @@ _log = get_logger(__name__)
 
 # With one of these there is more to a request than its body.
 _ASKS_FOR_MORE = frozenset((b"x-priority", b"x-request-timeout", b"content-encoding"))
+_NO_SPEECH = prompt_pb2.SpeechOptions()
 
 
 class DirectChat:
@@ -53,7 +55,7 @@ class DirectChat:
         request_id, caller = "chatcmpl-" + exchange.id, exchange.caller
         trace_parent = exchange.headers.get(b"traceparent")
         spec = RequestSpec(
-            request_id, chat.graph, "chat", chat.modalities, chat.prompt, chat.sampling, chat.speech,
+            request_id, chat.graph, "chat", chat.modalities, chat.prompt, chat.sampling, _NO_SPEECH,
             limits.request_timeout_s, "", None, trace_parent.decode("latin-1") if trace_parent else "", "",
             Entry(caller, effective_priority(caller, None)),
         )  # fmt: skip
@@ -82,7 +84,7 @@ class _Answer:
 
     __slots__ = ("_chat", "_created", "_exchange", "_state", "_stream")
 
-    def __init__(self, exchange: Exchange, state: RequestState, chat: ChatRequest) -> None:
+    def __init__(self, exchange: Exchange, state: RequestState, chat: PlainChat) -> None:
         self._exchange = exchange
         self._state = state
         self._chat = chat

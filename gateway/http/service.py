@@ -77,7 +77,7 @@ class HttpService:
             graph=graph,
             task=task,
             modalities=modalities,
-            prompt=prompt,
+            given_prompt=prompt,
             sampling=sampling,
             speech=speech,
             timeout_s=self._timeout_s(exchange, timeout_s),

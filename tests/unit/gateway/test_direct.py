@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from gateway.direct import DirectCalls
 from gateway.execution_parts import Counts, ExecutionParts, Limits
 from gateway.graph import PipelineGraph
-from gateway.http import chat_schema
+from gateway.http import plain_chat
 from gateway.paths import EdgePaths
 from gateway.request import RequestSpec, RequestState
 from gateway.retry_budget import RetryBudget
 from gateway.router import Router
 from gateway.stage_calls import CallMaker
 from gateway.stage_work import StageWork
-from omni.v1 import stage_service_pb2
+from omni.v1 import prompt_pb2, stage_service_pb2
 from omnicore.turns import Turns
 from tests.support.pipelines import speech_pipeline, text_pipeline
 
@@ -35,9 +35,9 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
 }  # fmt: skip
 
 
-def _spec(chat: chat_schema.ChatRequest, trace_parent: str) -> RequestSpec:
+def _spec(chat: plain_chat.PlainChat, trace_parent: str) -> RequestSpec:
     return RequestSpec(
-        "chatcmpl-1", chat.graph, "chat", chat.modalities, chat.prompt, chat.sampling, chat.speech, 12.5,
+        "chatcmpl-1", chat.graph, "chat", chat.modalities, chat.prompt, chat.sampling, prompt_pb2.SpeechOptions(), 12.5,
         trace_parent=trace_parent, trace_state="a=1" if trace_parent else "",
     )  # fmt: skip
 
@@ -45,6 +45,12 @@ def _spec(chat: chat_schema.ChatRequest, trace_parent: str) -> RequestSpec:
 def _calls() -> DirectCalls:
     router = cast("Router", types.SimpleNamespace())
     return DirectCalls(ExecutionParts(router, Turns(), EdgePaths(), Limits(), RetryBudget(), Counts()))
+
+
+def _direct_call(calls: DirectCalls, spec: RequestSpec) -> stage_service_pb2.StageCall:
+    """As its worker reads it."""
+    call = calls.call(spec, spec.graph.plan("chat", ("text",)), None)
+    return stage_service_pb2.StageCall.FromString(call.SerializeToString())
 
 
 def _full_call(spec: RequestSpec) -> stage_service_pb2.StageCall:
@@ -68,10 +74,10 @@ def _full_call(spec: RequestSpec) -> stage_service_pb2.StageCall:
 async def test_the_call_is_that_of_the_full_way(bodies: list[tuple[str, dict[str, Any]]], trace_parent: str) -> None:
     calls = _calls()
     for model, fields in bodies:  # by one: what is kept of the first serves the others
-        chat = chat_schema.plain_chat({"model": model, "messages": MESSAGES, **fields}, PIPELINES, 10_000)
+        chat = plain_chat.plain_chat({"model": model, "messages": MESSAGES, **fields}, PIPELINES, 10_000)
         assert chat is not None
         spec = _spec(chat, trace_parent)
-        direct, full = calls.call(spec, chat.graph.plan("chat", ("text",))), _full_call(spec)
+        direct, full = _direct_call(calls, spec), _full_call(spec)
         assert (direct.timeout.seconds, direct.timeout.nanos) == (12, 500_000_000)
         direct.ClearField("timeout")
         full.ClearField("timeout")
@@ -82,30 +88,29 @@ async def test_the_call_is_that_of_the_full_way(bodies: list[tuple[str, dict[str
 @settings(max_examples=80, deadline=None)
 def test_sampling_that_is_shared_is_what_was_asked(bodies: list[dict[str, Any]]) -> None:
     for body in bodies:
-        shared, own = chat_schema._plain_sampling(body), chat_schema._new_plain_sampling(body)
+        shared, own = plain_chat._sampling(body), plain_chat._new_sampling(body)
         assert shared is not None
         assert own is not None
         assert shared == own
 
 
 def test_equal_keys_of_other_types_are_other_parameters() -> None:
-    assert chat_schema._plain_sampling({"top_k": 1}) is not None
-    assert chat_schema._plain_sampling({"top_k": True}) is None
-    assert chat_schema._plain_sampling({"top_k": 1.0}) is None
-    assert chat_schema._plain_sampling({"ignore_eos": True}) is not None
-    assert chat_schema._plain_sampling({"ignore_eos": 1}) is None
-    assert chat_schema._plain_sampling({"stop": ["a"]}) is None
+    assert plain_chat._sampling({"top_k": 1}) is not None
+    assert plain_chat._sampling({"top_k": True}) is None
+    assert plain_chat._sampling({"top_k": 1.0}) is None
+    assert plain_chat._sampling({"ignore_eos": True}) is not None
+    assert plain_chat._sampling({"ignore_eos": 1}) is None
+    assert plain_chat._sampling({"stop": ["a"]}) is None
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_schema, "_SAMPLING", {})
+    monkeypatch.setattr(plain_chat, "_SAMPLING", {})
     calls, rng = _calls(), random.Random(1)
-    graph = PIPELINES["text"]
     for number in range(2000):
         body = {"model": "text", "messages": MESSAGES, "temperature": rng.random(), "max_tokens": number + 1}
-        chat = chat_schema.plain_chat(body, PIPELINES, 10_000)
+        chat = plain_chat.plain_chat(body, PIPELINES, 10_000)
         assert chat is not None
-        call = calls.call(_spec(chat, ""), graph.plan("chat", ("text",)))
+        call = _direct_call(calls, _spec(chat, ""))
         assert call.sampling.max_tokens == number + 1
-    assert len(chat_schema._SAMPLING) <= chat_schema._MOST_SAMPLING
-    assert len(calls._templates) <= 256
+    assert len(plain_chat._SAMPLING) <= plain_chat._MOST_SAMPLING
+    assert len(calls._kinds) <= 256
