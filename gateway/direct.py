@@ -7,10 +7,11 @@ stands (``on_trouble``), with all that it does about failures; until then there 
 
 from __future__ import annotations
 
-import asyncio
+import time
 from collections.abc import Callable
 
 from gateway import cfg
+from gateway.deadlines import Deadlines
 from gateway.emitted import FOLD_EVERY, Emitted
 from gateway.execution_parts import ExecutionParts
 from gateway.graph import PipelineGraph, RoutePlan, StageStep
@@ -31,8 +32,8 @@ class DirectRequest(RequestState):
     """A request, the sink of its call (``CallSink``), and who stops it (``Stoppable``), in one."""
 
     __slots__ = (
-        "_calling", "_is_text", "_notes_output", "_on_end", "_on_trouble", "_recent", "_taken_over", "assignment",
-        "call_id", "deadline", "emitted", "ref", "session", "session_breaks",
+        "_calling", "_deadlines", "_emitted", "_is_text", "_notes_output", "_on_end", "_on_trouble", "_recent",
+        "_taken_over", "assignment", "call_id", "ref", "session", "session_breaks",
     )  # fmt: skip
 
     def __init__(
@@ -41,6 +42,7 @@ class DirectRequest(RequestState):
         plan: RoutePlan,
         assignment: Assignment,
         session: ReplicaSession,
+        deadlines: Deadlines,
         *,
         buffer_limit_bytes: int,
         notes_output: bool,
@@ -55,25 +57,34 @@ class DirectRequest(RequestState):
         self.session_breaks = session.breaks
         self.ref = session.ref
         self.call_id = 0
-        self.emitted = Emitted()
-        self.deadline: asyncio.TimerHandle | None = None
+        self._deadlines = deadlines
         self._notes_output = notes_output
-        self._recent = self.emitted.recent
+        self._recent: list[stage_service_pb2.StageEvent] = []
+        self._emitted: Emitted | None = None
         self._is_text = plan.steps[0].makes_text
         self._calling = True
         self._taken_over = False
         self._on_end = on_end
         self._on_trouble = on_trouble
 
+    @property
+    def emitted(self) -> Emitted:
+        """What was given to the client."""
+        if self._emitted is None:
+            self._emitted = Emitted(self._recent)
+        return self._emitted
+
     def begin(self, call: DirectCall) -> None:
-        """Send the call."""
-        self.deadline = self._loop.call_later(self.spec.timeout_s, self.end_late)
+        """It is admitted: send the call."""
+        now_s = time.time()
+        self._noted.append((now_s, "admitted", None, "", ""))
+        self._deadlines.add(self, self.spec.timeout_s)
         try:
             self.call_id = self.session.submit(call, self)
         except errors.UnavailableError as error:
             self.on_error(error)
         else:
-            self.note("dispatched", self.ref, self.assignment.reason)
+            self._noted.append((now_s, "dispatched", self.ref, self.assignment.reason, ""))
 
     # -- what the call tells --
 
@@ -102,6 +113,7 @@ class DirectRequest(RequestState):
         """The call failed, or its session broke."""
         if self._calling:
             self._calling, self._taken_over = False, True
+            self._deadlines.remove(self, self.spec.timeout_s)
             self._on_trouble(self, error)
 
     def _finish(self, finish: output_pb2.CallFinish) -> None:
@@ -132,9 +144,7 @@ class DirectRequest(RequestState):
             self._calling = False
             self.assignment.release()
             self.session.abort(self.call_id, self.wire_id)
-        if self.deadline is not None:
-            self.deadline.cancel()
-            self.deadline = None
+        self._deadlines.remove(self, self.spec.timeout_s)
         self._on_end(self)
 
 

@@ -15,12 +15,13 @@ class Emitted:
 
     __slots__ = ("_pieces", "_token_ids", "has_media_info", "media_bytes", "recent")
 
-    def __init__(self) -> None:
+    def __init__(self, recent: list[stage_service_pb2.StageEvent] | None = None) -> None:
+        """``recent``: passed on so far, in a list that is ours from now on."""
         self.media_bytes = 0
         self.has_media_info = False
         self._pieces: list[str] = []
         self._token_ids: list[int] = []
-        self.recent: list[stage_service_pb2.StageEvent] = []
+        self.recent: list[stage_service_pb2.StageEvent] = recent if recent is not None else []
         """Not summed up yet; always this very list. Who appends to it himself, to save a call, calls ``fold``."""
 
     def add(self, event: stage_service_pb2.StageEvent) -> None:

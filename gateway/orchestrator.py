@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable
 
 from gateway.admission import Admission
+from gateway.deadlines import Deadlines
 from gateway.direct import DirectCalls, DirectRequest
 from gateway.execution import Execution
 from gateway.execution_parts import Counts, ExecutionParts, Limits
@@ -51,8 +52,12 @@ class _Owner:
 
     def begin(self) -> None:
         """Call what can be called at once."""
-        self.deadline = asyncio.get_running_loop().call_later(self.state.spec.timeout_s, self.state.end_late)
+        self._limit_time()
         self._changed()
+
+    def _limit_time(self) -> None:
+        left_s = self.state.started_s + self.state.spec.timeout_s - time.monotonic()
+        self.deadline = asyncio.get_running_loop().call_later(max(0.0, left_s), self.state.end_late)
 
     def stop(self) -> None:
         """The calls are aborted in this loop turn; a task follows."""
@@ -78,7 +83,7 @@ class _Owner:
 
     def adopt(self, state: DirectRequest, error: errors.OmniError) -> None:
         """Go on with a request whose only call has failed."""
-        self.deadline, state.deadline = state.deadline, None
+        self._limit_time()
         try:
             if self.execution is not None:
                 self.execution.adopt(state, error)
@@ -110,9 +115,9 @@ class Orchestrator:
         self.admission = admission
         self._parts = ExecutionParts(router, self.edges, self.paths, limits, self.budget, self.counts)
         self._direct = DirectCalls(self._parts)
+        self._deadlines = Deadlines()
         self._buffer_limit_bytes = buffer_limit_bytes
-        self._kept_requests = kept_requests
-        self._kept: OrderedDict[str, RequestRecord] = OrderedDict()
+        self._kept: deque[RequestRecord] = deque(maxlen=kept_requests)
         self._on_end = on_end
         self._tracing = tracing
         self._tasks: set[asyncio.Task[None]] = set()
@@ -163,11 +168,10 @@ class Orchestrator:
             assignment.release()
             raise
         state = DirectRequest(
-            spec, plan, assignment, session, buffer_limit_bytes=self._buffer_limit_bytes,
+            spec, plan, assignment, session, self._deadlines, buffer_limit_bytes=self._buffer_limit_bytes,
             notes_output=self._parts.limits.replays > 0, on_end=self._ended, on_trouble=self._take_over,
         )  # fmt: skip
         state.trace = trace
-        state.note("admitted")
         self.budget.request_begun()
         self.running[spec.request_id] = state
         self._idle.clear()
@@ -177,11 +181,14 @@ class Orchestrator:
     def find(self, request_id: str) -> RequestRecord | None:
         """A running request, or one that ended not long ago."""
         state = self.running.get(request_id)
-        return state.record() if state is not None else self._kept.get(request_id)
+        if state is not None:
+            return state.record()
+        return next((record for record in reversed(self._kept) if record.request_id == request_id), None)
 
     def records(self) -> list[RequestRecord]:
         """Those that run, and those that ended not long ago."""
-        return [*self._kept.values(), *(state.record() for state in self.running.values())]
+        latest = {record.request_id: record for record in self._kept}  # of a client's own id there may be several
+        return [*latest.values(), *(state.record() for state in self.running.values())]
 
     def abort(self, request_id: str, reason: str) -> bool:
         """End a running request; False if none has this id."""
@@ -275,10 +282,7 @@ class Orchestrator:
         """It holds nothing any more but its place among those that run."""
         self.running.pop(state.request_id, None)
         self.admission.leave(state.spec.entry, state.usage.prompt_tokens + state.usage.completion_tokens)
-        self._kept[state.request_id] = state.record()
-        self._kept.move_to_end(state.request_id)
-        if len(self._kept) > self._kept_requests:
-            self._kept.popitem(last=False)
+        self._kept.append(state.record())
         if not self.running:
             self._idle.set()
         if self._on_end is not None:

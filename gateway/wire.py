@@ -46,21 +46,20 @@ _TEXT = sized_tag(prompt_pb2.ContentPart.TEXT_FIELD_NUMBER)
 
 
 def role(name: str) -> bytes:
-    """The field ``role`` of a message, as ``chat_prompt`` takes it."""
+    """The field ``role`` of a message, as ``text_message`` takes it."""
     encoded = name.encode()
     return sized_tag(prompt_pb2.ChatMessage.ROLE_FIELD_NUMBER) + varint(len(encoded)) + encoded
 
 
-def chat_prompt(turns: Iterable[tuple[bytes, str]]) -> bytes:
-    """A ``Prompt`` of turns of text, each a ``role`` and what it says. Raises ``UnicodeEncodeError`` for a text that is
-    none."""
-    messages: list[bytes] = []
-    for encoded_role, content in turns:
-        text = content.encode()
-        size = varint(len(text))
-        part_size = len(_TEXT) + len(size) + len(text)
-        encoded_part_size = varint(part_size)
-        message_size = len(encoded_role) + len(_PART) + len(encoded_part_size) + part_size
-        messages += (_MESSAGE, varint(message_size), encoded_role, _PART, encoded_part_size, _TEXT, size, text)
+def text_message(encoded_role: bytes, content: str) -> bytes:
+    """A message of a conversation that says ``content``. Raises ``UnicodeEncodeError`` for a text that is none."""
+    text = content.encode()
+    part = _TEXT + varint(len(text)) + text
+    message = encoded_role + _PART + varint(len(part)) + part
+    return _MESSAGE + varint(len(message)) + message
+
+
+def chat_prompt(messages: Iterable[bytes]) -> bytes:
+    """A ``Prompt`` that is a conversation."""
     chat = b"".join(messages)
-    return b"%b%b%b" % (_CHAT, varint(len(chat)), chat)
+    return _CHAT + varint(len(chat)) + chat

@@ -137,15 +137,15 @@ def _new_sampling(body: dict[str, Any]) -> sampling_pb2.SamplingParams | None:
 def _prompt(messages: Any) -> bytes | None:
     if type(messages) is not list or not 0 < len(messages) <= validation.MAX_MESSAGE_PARTS:
         return None
-    turns = []
-    for message in messages:
-        if type(message) is not dict or len(message) != 2:
-            return None
-        role, content = message.get("role"), message.get("content")
-        if type(role) is not str or type(content) is not str or (encoded := _ROLES.get(role)) is None:
-            return None
-        turns.append((encoded, content))
+    encoded = []
     try:
-        return wire.chat_prompt(turns)
+        for message in messages:
+            if type(message) is not dict or len(message) != 2:
+                return None
+            role, content = message.get("role"), message.get("content")
+            if type(role) is not str or type(content) is not str or (encoded_role := _ROLES.get(role)) is None:
+                return None
+            encoded.append(wire.text_message(encoded_role, content))
     except UnicodeEncodeError:
         return None
+    return wire.chat_prompt(encoded)

@@ -136,7 +136,7 @@ def passed_on(stand: Stand) -> int:
 
 def events_of(stand: Stand) -> list[str]:
     """What happened to the request that ended."""
-    (record,) = stand.gateway.orchestrator._kept.values()
+    (record,) = stand.gateway.orchestrator._kept
     return [entry.event for entry in record.timeline]
 
 

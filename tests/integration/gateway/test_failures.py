@@ -41,7 +41,7 @@ async def test_a_client_that_leaves_ends_its_request(stand: Stand, streamed: boo
     await wait_until(lambda: len(worker.aborts) == 1, what="abort at the worker")
     await stand.settled()
     assert len(worker.aborts) == 1
-    (record,) = stand.gateway.orchestrator._kept.values()
+    (record,) = stand.gateway.orchestrator._kept
     assert record.status == "aborted"
 
 

@@ -137,7 +137,7 @@ async def test_its_consumer_is_told_who_takes_its_place_and_goes_on(how: str) ->
         assert not other.calls[0].inputs[0].flow.replaceable, "the thinker says nothing of repeating itself"
         assert other.calls[0].inputs[0].flow.attempt == 0
         assert speech.stand.gateway.orchestrator.counts.replays == {("speech", 1, "done"): 1}
-        (record,) = speech.stand.gateway.orchestrator._kept.values()
+        (record,) = speech.stand.gateway.orchestrator._kept
         assert "goes_on" in [entry.event for entry in record.timeline]
         lost.wake()
 

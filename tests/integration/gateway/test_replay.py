@@ -104,7 +104,7 @@ async def test_a_replay_is_told() -> None:
         async with await asking as response:
             assert response.headers["x-omniplane-replays"] == "1"
             assert (await response.json())["choices"][0]["message"]["content"] == TEXT
-        (record,) = stand.gateway.orchestrator._kept.values()
+        (record,) = stand.gateway.orchestrator._kept
         (entry,) = [entry for entry in record.timeline if entry.event == "replayed"]
         assert entry.ref is not None
         assert "was lost" in entry.detail

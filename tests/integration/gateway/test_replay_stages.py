@@ -25,7 +25,7 @@ from tests.support.processes import wait_until
 
 def begun_again_for(stand: Stand) -> list[types_pb2.ReplicaRef | None]:
     """Which replicas the one request, which has ended, was begun again for."""
-    (record,) = stand.gateway.orchestrator._kept.values()
+    (record,) = stand.gateway.orchestrator._kept
     return [entry.ref for entry in record.timeline if entry.event in ("retried", "replayed")]
 
 

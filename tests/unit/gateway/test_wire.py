@@ -19,7 +19,9 @@ def _check(turns: list[tuple[str, str]]) -> None:
     prompt = prompt_pb2.Prompt()
     for role, text in turns:
         prompt.chat.messages.add(role=role).parts.add(text=text)
-    assert wire.chat_prompt([(wire.role(role), text) for role, text in turns]) == prompt.SerializeToString()
+    assert (
+        wire.chat_prompt(wire.text_message(wire.role(role), text) for role, text in turns) == prompt.SerializeToString()
+    )
 
 
 @given(st.lists(st.tuples(st.sampled_from(ROLES), st.text(max_size=200)), min_size=1, max_size=4))
@@ -35,7 +37,7 @@ def test_prompts_of_lengths_where_their_length_grows(length: int) -> None:
 
 def test_a_text_that_is_none_is_refused() -> None:
     with pytest.raises(UnicodeEncodeError):
-        wire.chat_prompt([(wire.role("user"), "\ud800")])
+        wire.text_message(wire.role("user"), "\ud800")
 
 
 @given(st.integers(0, 2**64 - 1), st.text(min_size=1, max_size=200))
