@@ -28,7 +28,7 @@ KEEPALIVE_TIMEOUT_S = 3.0
 """As channels have it (``rpc.CHANNEL_OPTIONS``): a peer that vanished without a word is noticed after 13 s."""
 _PINGS = 2
 """Within that time: when this process itself did not run for a while, what came meanwhile is read after the first."""
-_GOODBYE_S = 1.0
+TLS_GOODBYE_S = 1.0
 """How long a peer may take to close its side of TLS."""
 _USER_AGENT = "omniplane-python"
 
@@ -234,7 +234,7 @@ async def open_stream(
     try:
         host, port = split_host_port(dial.target)
         if dial.tls is not None:
-            tls = {"ssl": dial.tls, "server_hostname": dial.server_name or host, "ssl_shutdown_timeout": _GOODBYE_S}
+            tls = {"ssl": dial.tls, "server_hostname": dial.server_name or host, "ssl_shutdown_timeout": TLS_GOODBYE_S}
         transport, _ = await loop.create_connection(lambda: stream, host, port, **tls)
     except (OSError, ValueError, OverflowError) as error:  # the latter two: no such address can be
         raise _unavailable(f"failed to connect to {dial.target}: {error}") from error

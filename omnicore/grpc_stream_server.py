@@ -8,17 +8,17 @@ takes the messages. All other methods are served by ``omnicore.rpc``, at another
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import socket
 import ssl
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from omnicore import errors
-from omnicore.grpc_stream import KEEPALIVE_S, KEEPALIVE_TIMEOUT_S, StreamProtocol
+from omnicore.grpc_stream import KEEPALIVE_S, KEEPALIVE_TIMEOUT_S, TLS_GOODBYE_S, StreamProtocol
 from omnicore.http2_server import GrpcServerConnection
 from omnicore.log import get_logger
 from omnicore.rpc import MAX_MESSAGE_BYTES
@@ -27,7 +27,7 @@ _log = get_logger(__name__)
 
 GOODBYE_S = 3.0
 """How long a client may take to read the status and close; then the connection is cut."""
-_HANDSHAKE_S = 10.0  # for TLS, and for a first word of HTTP/2
+_HANDSHAKE_S = 10.0  # for TLS, and then for a request
 _BACKLOG = 128
 _ACCEPT_PAUSE_S = 0.1  # when the process has no descriptors left
 _MOST_UNREAD = 2 * MAX_MESSAGE_BYTES
@@ -75,7 +75,7 @@ class StreamContext:
 
     def peer(self) -> str:
         """As ``grpc.aio.ServicerContext`` has it."""
-        host, port = self._transport.get_extra_info("peername")[:2]
+        host, port = (self._transport.get_extra_info("peername") or ("gone", 0))[:2]
         return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
 
 
@@ -91,7 +91,7 @@ class ServedStream(StreamProtocol):
         self._paused = False
         self._half_close_told = False
         self._ended = False
-        self._limit: asyncio.TimerHandle | None = self._loop.call_later(_HANDSHAKE_S, self._give_up)
+        self._limit: asyncio.TimerHandle | None = None
 
     # -- what its user does --
 
@@ -108,24 +108,26 @@ class ServedStream(StreamProtocol):
     def finish(self, error: Exception | None = None) -> None:
         """End it, with OK or with the status of ``error``. The client has a little time to read it."""
         if self._ended:
-            return
+            return None
+        if not self._connection.path:  # nothing was asked that could be answered
+            return self._lost("ended")
         if error is None:
             self._connection.finish(grpc.StatusCode.OK, "")
         else:
             typed = errors.from_exception(error)
             if isinstance(typed, errors.InternalError) and typed is not error:
-                _log.error("stream failed", method=self._server.path, exc_info=error)
+                _log.exception("stream failed", method=self._server.path)
             self._connection.finish(typed.code, typed.message, errors.trailers(typed))
         self._end()
-        if self._transport is not None:
-            self._flush()
-            self._limit = self._loop.call_later(GOODBYE_S, self._close)
+        self._say_goodbye()
+        return None
 
     # -- what the event loop tells --
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Of ``asyncio.Protocol``."""
         self._server.streams.add(self)
+        self._set_limit(self._loop.call_later(_HANDSHAKE_S, self._give_up))
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
@@ -171,8 +173,8 @@ class ServedStream(StreamProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """Of ``asyncio.Protocol``."""
-        self._server.streams.discard(self)
         super().connection_lost(error)
+        self._server.left(self)
 
     # -- inside --
 
@@ -180,8 +182,9 @@ class ServedStream(StreamProtocol):
         """The request is there. Raises why it is not taken."""
         self._set_limit(None)
         connection, server = self._connection, self._server
-        if connection.over:
-            return self._end()  # no gRPC: it was answered so
+        if connection.over:  # no gRPC: it was answered so
+            self._end()
+            return self._say_goodbye()
         assert self._transport is not None
         if connection.path != server.path:
             raise errors.UnimplementedError(
@@ -191,6 +194,11 @@ class ServedStream(StreamProtocol):
         connection.respond()
         self._handler = server.new_handler(self)
         return None
+
+    def _say_goodbye(self) -> None:
+        if self._transport is not None:
+            self._flush()
+            self._set_limit(self._loop.call_later(GOODBYE_S, self._close))
 
     def _give_up(self) -> None:
         self._lost("nothing was asked")
@@ -239,8 +247,10 @@ class StreamServer:
         """Connections that are open."""
         self._tls = tls
         self._listener: socket.socket | None = None
-        self._accepting: asyncio.Task[None] | None = None
+        self._pause: asyncio.TimerHandle | None = None
         self._greeting: set[asyncio.Task[None]] = set()
+        self._alone = asyncio.Event()
+        """No connection is open."""
 
     async def start(self, host: str, port: int) -> int:
         """Listen, and return the port. Raises ``UnavailableError`` for an address that cannot be bound."""
@@ -258,16 +268,15 @@ class StreamServer:
             ) from error
         listener.setblocking(False)
         self._listener = listener
-        self._accepting = asyncio.create_task(self._accept(listener), name=f"accept {self.path}")
+        self._listen()
         return int(listener.getsockname()[1])
 
     async def close(self) -> None:
-        """Take no more, and cut what is open. May be called more than once."""
-        if self._accepting is not None:
-            self._accepting.cancel()
-            await asyncio.wait([self._accepting])
-            self._accepting = None
+        """Take no more, and cut what is open; who is asked to leave has ``GOODBYE_S``. May be called more than once."""
+        if self._pause is not None:
+            self._pause.cancel()
         if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
             self._listener = None
         for task in self._greeting:
@@ -276,31 +285,54 @@ class StreamServer:
             await asyncio.wait(self._greeting)
         for stream in list(self.streams):
             stream.finish(errors.UnavailableError("this server stops"))
+        while self.streams:
+            self._alone.clear()
+            await self._alone.wait()
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
+    def left(self, stream: ServedStream) -> None:
+        """A connection is closed."""
+        self.streams.discard(stream)
+        if not self.streams:
+            self._alone.set()
+
+    def _listen(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept, self._listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Not by ``sock_accept``, which may lose a connection when it is cancelled."""
+        for _ in range(_BACKLOG):
             try:
-                connection, _ = await loop.sock_accept(listener)
-            except OSError as error:  # a client that is gone already, or too many files open
+                connection, _ = listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):  # none; one that is gone already
+                return
+            except OSError as error:  # too many files open
                 _log.warning("cannot accept", method=self.path, reason=str(error))
-                await asyncio.sleep(_ACCEPT_PAUSE_S)
-                continue
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(listener)
+                self._pause = loop.call_later(_ACCEPT_PAUSE_S, self._listen)
+                return
+            connection.setblocking(False)
             task = asyncio.create_task(self._greet(connection), name="greet")
             self._greeting.add(task)
-            task.add_done_callback(self._greeting.discard)
+            task.add_done_callback(functools.partial(self._greeted, connection))
+
+    def _greeted(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
+        self._greeting.discard(task)
+        if task.cancelled():  # it may not even have begun
+            connection.close()
 
     async def _greet(self, connection: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        with contextlib.ExitStack() as stack:
-            stack.callback(connection.close)
-            try:
-                context = self._tls()
-                limit_s = _HANDSHAKE_S if context is not None else None
-                await loop.connect_accepted_socket(
-                    lambda: ServedStream(self), connection, ssl=context, ssl_handshake_timeout=limit_s
-                )
-            except (OSError, errors.OmniError) as error:  # of TLS, mostly
-                _log.warning("connection refused", method=self.path, reason=str(error))
-                return
-            stack.pop_all()
+        stream = ServedStream(self)
+        tls: dict[str, Any] = {}
+        try:
+            if (context := self._tls()) is not None:
+                tls = {"ssl": context, "ssl_handshake_timeout": _HANDSHAKE_S, "ssl_shutdown_timeout": TLS_GOODBYE_S}
+            loop = asyncio.get_running_loop()
+            await loop.connect_accepted_socket(lambda: stream, connection, **tls)
+        except asyncio.CancelledError:
+            stream.connection_lost(None)  # uvloop does not tell it, though it may have told of a connection
+            raise
+        except (OSError, errors.OmniError) as error:  # of TLS, mostly
+            _log.warning("connection refused", method=self.path, reason=str(error))
+            connection.close()
