@@ -103,6 +103,22 @@ async def test_a_repeat_may_bring_ready_but_not_another_instance() -> None:
         assert "127.0.0.1:9" in error.message
 
 
+async def test_a_port_of_sessions_may_be_told_later_and_is_not_forgotten() -> None:
+    """By a worker whose first claim was written by a control plane that did not know of it."""
+    async with cluster() as c:
+        client = await c.start()
+        worker = Worker(await client.apply())
+        for told, kept in (("", ""), ("127.0.0.1:4001", "127.0.0.1:4001"), ("", "127.0.0.1:4001")):
+            worker.request.session_endpoint = told
+            await worker.register(client)
+            assert (await client.replicas())[0].session_endpoint == kept
+        worker.request.session_endpoint = "127.0.0.1:0"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await worker.register(client)
+        assert error_of(caught.value).code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "session_endpoint" in error_of(caught.value).message
+
+
 async def test_a_kv_layout_may_come_later_but_must_be_that_of_the_peers() -> None:
     async with cluster() as c:
         client = await c.start()

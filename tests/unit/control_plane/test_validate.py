@@ -31,7 +31,10 @@ def fields(request: pb.RegisterRequest) -> list[str]:
 
 
 def test_a_good_request_passes() -> None:
-    validate.register_request(good())
+    request = good()  # with sessions where all else is
+    validate.register_request(request)
+    request.session_endpoint = "[::1]:4001"
+    validate.register_request(request)
 
 
 def test_an_empty_request_names_every_field() -> None:
@@ -53,6 +56,9 @@ def test_an_empty_request_names_every_field() -> None:
         (lambda r: setattr(r, "endpoint", "a b:80"), "endpoint"),
         (lambda r: setattr(r, "endpoint", "::1:80"), "endpoint"),
         (lambda r: setattr(r, "endpoint", "h:٣"), "endpoint"),
+        (lambda r: setattr(r, "session_endpoint", "host"), "session_endpoint"),
+        (lambda r: setattr(r, "session_endpoint", "host:65536"), "session_endpoint"),
+        (lambda r: setattr(r, "session_endpoint", "0.0.0.0:80"), "session_endpoint"),
         (lambda r: setattr(r, "state", types_pb2.REPLICA_STATE_DRAINING), "state"),
         (lambda r: setattr(r, "state", 99), "state"),
         (lambda r: setattr(r.fingerprint, "config_sha256", "A" * 64), "fingerprint.config_sha256"),
