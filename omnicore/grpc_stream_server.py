@@ -190,6 +190,10 @@ class ServedStream(StreamProtocol):
             raise errors.UnimplementedError(
                 f"{connection.path} is not served here, only {server.path}", reason="UNKNOWN_METHOD"
             )
+        if connection.encoding != "identity":
+            raise errors.UnimplementedError(
+                f"messages may not be compressed, and {connection.encoding} says that they are", reason="COMPRESSION"
+            )
         server.check(StreamContext(self._transport, connection.metadata))
         connection.respond()
         self._handler = server.new_handler(self)

@@ -48,6 +48,8 @@ class GrpcServerConnection(GrpcConnection):
         """"/package.Service/Method", once the request has come."""
         self.metadata: list[tuple[str, str | bytes]] = []
         """Of the request."""
+        self.encoding = ""
+        """In which messages may come; only "identity" can be read."""
         self.half_closed = False
         """The client sends no more."""
         self.gone = ""
@@ -152,6 +154,7 @@ class GrpcServerConnection(GrpcConnection):
         if not self.path:
             raise ProtocolError("a request without a path")
         self.metadata = metadata(fields, _NOT_METADATA)
+        self.encoding = found.get(b"grpc-encoding", b"identity").decode("latin-1")
         if found.get(b":method") != b"POST":
             self.refuse(405)
         elif not found.get(b"content-type", b"").startswith(b"application/grpc"):

@@ -102,10 +102,16 @@ async def test_how_it_ends_a_stream(caplog: pytest.LogCaptureFixture, monkeypatc
                 unknown = await how_it_ends(call)
                 assert isinstance(unknown, errors.UnimplementedError)
                 assert METHOD in unknown.message
+        async with called(address, compression=grpc.Compression.Gzip) as call:
+            squeezed = await how_it_ends(call)
+            assert isinstance(squeezed, errors.UnimplementedError)
+            assert (squeezed.reason, "gzip" in squeezed.message) == ("COMPRESSION", True)
+        async with called(address, compression=grpc.Compression.NoCompression) as call:
+            assert await how_it_ends(call, b"end") is None
         async with called(address) as call:
             call_ends = [await call.done_writing(), await how_it_ends(call)]
             assert call_ends == [None, None]
-        assert [call.half_closed for call in calls.all] == [0, 0, 0, 0, 1]
+        assert [call.half_closed for call in calls.all] == [0, 0, 0, 0, 0, 1]
         await wait_until(lambda: not calls.server.streams, GUARD_S)
 
 
