@@ -123,9 +123,14 @@ class DirectRequest(RequestState):
         usage.prompt_tokens, usage.completion_tokens = finish.prompt_tokens, tokens
         if self._is_text:
             usage.text_tokens = tokens
-        self.finish_reason = finish.reason
-        self.note("stage_finished", self.ref, finish.reason)
-        self.end("finished")
+        self.finish_reason = reason = finish.reason
+        now_s = time.time()
+        self._noted += ((now_s, "stage_finished", self.ref, reason, ""), (now_s, "finished", None, "", ""))
+        self.status = "finished"
+        try:
+            self._wake_consumer()
+        finally:
+            self._stop()
 
     # -- its end --
 

@@ -132,7 +132,7 @@ class RequestState:
 
     # Of thousands that live at a time, each token touches some: they lie close together.
     __slots__ = (
-        "__weakref__", "_buffer_limit_bytes", "_buffered_bytes", "_consumer", "_flusher", "_loop", "_noted", "_outputs",
+        "__weakref__", "_buffer_limit_bytes", "_buffered_bytes", "_consumer", "_flusher", "_noted", "_outputs",
         "_queued", "_wake", "_wake_on_output", "companions", "delivered", "error", "finish_reason", "first_output_s",
         "flushed_s", "plan", "replays", "request_id", "spec", "started_s", "status", "stoppable", "trace", "usage",
         "wire_id",
@@ -165,7 +165,6 @@ class RequestState:
         self._buffer_limit_bytes = buffer_limit_bytes
         self._outputs: list[stage_service_pb2.StageEvent] = []
         self._buffered_bytes = 0
-        self._loop = asyncio.get_running_loop()
         self._wake: asyncio.Future[None] | None = None
         self._wake_on_output = False
         self._consumer: Consumer | None = None
@@ -272,7 +271,7 @@ class RequestState:
         after the output that came before it.
         """
         if not self._outputs and self.status == "running":
-            self._wake = self._loop.create_future()
+            self._wake = asyncio.get_running_loop().create_future()
             self._wake_on_output = True
             try:
                 await self._wake
@@ -289,7 +288,7 @@ class RequestState:
     async def collect(self) -> list[stage_service_pb2.StageEvent]:
         """All output of the request, at its end. Raises the error of a request that failed."""
         while self.status == "running":
-            self._wake = self._loop.create_future()
+            self._wake = asyncio.get_running_loop().create_future()
             try:
                 await self._wake
             finally:
@@ -302,7 +301,7 @@ class RequestState:
 
     def attach(self, consumer: Consumer) -> None:
         """From now on ``consumer`` is called when output has come, and at the end. Not with ``next`` or ``collect``."""
-        self._consumer, self._flusher = consumer, flusher_of(self._loop)
+        self._consumer, self._flusher = consumer, flusher_of(asyncio.get_running_loop())
         self._wake_on_output = True
         if self._outputs or self.ended:
             self._wake_consumer()

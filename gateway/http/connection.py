@@ -76,9 +76,10 @@ class Connection(asyncio.Protocol):
     """One connection. A single timer looks after it, so that requests arm none."""
 
     __slots__ = (
-        "__weakref__", "_app", "_current", "_deaf", "_drained", "_head_bytes", "_headers", "_incoming", "_limits_s",
-        "_loop", "_parser", "_phase", "_reading", "_refusal", "_registry", "_since_s", "_task", "_timer", "_transport",
-        "_unparsed_bytes", "_unsent", "_unstarted", "_url", "_waiting", "congested", "credentials", "lost",
+        "__weakref__", "_app", "_current", "_deaf", "_drained", "_head_bytes", "_headers", "_heard_s", "_incoming",
+        "_limits_s", "_loop", "_parser", "_phase", "_reading", "_refusal", "_registry", "_since_s", "_task", "_timer",
+        "_transport", "_unparsed_bytes", "_unsent", "_unstarted", "_url", "_waiting", "congested", "credentials",
+        "lost",
     )  # fmt: skip
 
     head_timeout_s = HEAD_TIMEOUT_S
@@ -93,7 +94,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser: Any = httptools.HttpRequestParser(self)
         self._phase = _HEAD
-        self._since_s = self._loop.time()
+        self._since_s = self._heard_s = self._loop.time()
         self._head_bytes = self._unparsed_bytes = 0
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
@@ -144,6 +145,7 @@ class Connection(asyncio.Protocol):
             if self._unparsed_bytes > _LINGER_BYTES:
                 self._abort()
             return
+        self._heard_s = self._loop.time()  # of all that the parser finds in it
         if self._phase == _IDLE and self._current is None:
             self._begin_head()  # also if it is but line ends, of which the parser says nothing
         self._unparsed_bytes += len(data)
@@ -218,7 +220,7 @@ class Connection(asyncio.Protocol):
             self, _METHODS.get(method) or method.decode("latin-1"), self._url, headers, http_1_1=version == "1.1"
         )
         exchange.keep_alive = version == "1.1" and parser.should_keep_alive() and not parser.should_upgrade()
-        self._phase, self._since_s, self._unparsed_bytes = _BODY, self._loop.time(), 0
+        self._phase, self._since_s, self._unparsed_bytes = _BODY, self._heard_s, 0
         self._incoming = exchange
         if self._current is None:
             self._begin(exchange)
@@ -228,14 +230,14 @@ class Connection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         """A part of the body."""
-        self._since_s, self._unparsed_bytes = self._loop.time(), 0
+        self._since_s, self._unparsed_bytes = self._heard_s, 0
         exchange = self._incoming
         if exchange is not None and not exchange.ended and exchange.feed(body) > _UNREAD_BODY_BYTES:
             self.pause_reading()
 
     def on_message_complete(self) -> None:
         """Nothing more is waited for."""
-        self._phase, self._since_s = _IDLE, self._loop.time()
+        self._phase, self._since_s = _IDLE, self._heard_s
         exchange, self._incoming = self._incoming, None
         if exchange is not None:
             exchange.complete_body()
@@ -306,7 +308,7 @@ class Connection(asyncio.Protocol):
 
     def _begin_head(self) -> None:
         self._phase, self._head_bytes, self._unparsed_bytes = _HEAD, 0, 0
-        self._since_s = self._loop.time()
+        self._since_s = self._heard_s
 
     def _count(self, size_bytes: int) -> None:
         self._head_bytes += size_bytes
