@@ -153,9 +153,10 @@ async def test_a_flood_of_pings_by_one_that_does_not_read(monkeypatch: pytest.Mo
 
 
 async def test_clients_that_ask_nothing_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_stream_server, "_HANDSHAKE_S", 0.3)
     async with stream_server() as (address, calls), contextlib.AsyncExitStack() as stack:
         asked = await stack.enter_async_context(client(address, ASKED))
+        await begun(calls)
+        monkeypatch.setattr(grpc_stream_server, "_HANDSHAKE_S", 0.1)
         for wire in (b"", PREFACE[:10], PREFACE, PREFACE + settings(), ASKED[:-1]):
             quiet = await stack.enter_async_context(client(address, wire))
             assert b"grpc-status" not in await quiet.to_the_end()
@@ -188,7 +189,7 @@ async def test_a_client_that_breaks_the_protocol_is_told_so_and_cut() -> None:
 
 
 async def test_who_stays_after_the_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_stream_server, "GOODBYE_S", 0.2)
+    monkeypatch.setattr(grpc_stream_server, "GOODBYE_S", 0.1)
     async with stream_server() as (address, calls):
         requests = [
             (ASKED, data(grpc_message(b"end"))),

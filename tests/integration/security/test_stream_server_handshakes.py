@@ -122,15 +122,14 @@ async def test_a_renewed_certificate_is_shown_from_the_next_connection_on(certs:
 
 
 async def test_handshakes_that_come_to_nothing_leave_nothing(certs: DevCerts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_stream_server, "_HANDSHAKE_S", 0.3)
-
     def open_files() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
     async with serving(certs) as (address, calls):
         host, _, port = address.rpartition(":")
         assert await outcome(Security(certs.settings("gateway")).dial_worker(address)) is None
-        before = open_files()
+        before, patience_s = open_files(), grpc_stream_server._HANDSHAKE_S
+        monkeypatch.setattr(grpc_stream_server, "_HANDSHAKE_S", 0.1)
         for wire in (b"", b"\x16\x03", b"GET / HTTP/1.1\r\n\r\n", bytes(100)) * 2:
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(wire)
@@ -138,6 +137,7 @@ async def test_handshakes_that_come_to_nothing_leave_nothing(certs: DevCerts, mo
                 await asyncio.wait_for(reader.read(), GUARD_S)
             writer.close()
         await wait_until(lambda: open_files() <= before, GUARD_S)
+        monkeypatch.setattr(grpc_stream_server, "_HANDSHAKE_S", patience_s)
         assert await outcome(Security(certs.settings("gateway")).dial_worker(address)) is None
         # Stopping does not wait for a handshake.
         _, writer = await asyncio.open_connection(host, int(port))
