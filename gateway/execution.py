@@ -12,37 +12,27 @@ others go on. Before the client's output has begun that is a retry, afterwards a
 holds for every stage by itself: losses of different stages have nothing to do with each other. While nothing has left
 this process, everything may also begin again.
 
-Edges with ``max_inflight``: before a stage is dispatched, the request takes its turn at each limited edge into it, in
-order of the edges' ends, and keeps them until that stage has ended. All that a dispatch needs is taken before anything
-of it runs, and what runs waits for no turn: so requests never wait for each other in a circle. A stage that starts
-again keeps the turns it has, or goes without.
+Who is to blame for what has failed is told by ``blame``; how stages are called, by ``dispatching``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from gateway import cfg, failures
+from gateway.blame import Blame, Failure
 from gateway.direct import DirectRequest
-from gateway.emitted import Skip
+from gateway.dispatching import Dispatcher
 from gateway.execution_parts import ExecutionParts
 from gateway.replay import Move, plan_restart, spoils_output
-from gateway.replica_session import ReplicaSession
-from gateway.replica_table import Claim, StageKey
+from gateway.replica_table import Claim
 from gateway.request import RequestState
-from gateway.router import Source
-from gateway.stage_calls import CallMaker
-from gateway.stage_pool import Assignment
-from gateway.stage_work import EdgeKey, StageRun, StageWork
+from gateway.stage_work import StageRun, StageWork
 from omni.v1 import output_pb2, types_pb2
 from omnicore import errors
 from omnicore.backoff import Backoff
-from omnicore.durations import to_seconds
 from omnicore.log import get_logger
-from omnicore.turns import Turn
 
 _log = get_logger(__name__)
 
@@ -50,16 +40,6 @@ LOSS_PAUSE_S = 0.005
 """In which a request hears what else was lost with the first replica; what it hears later is another attempt."""
 NEIGHBOUR_WAIT_S = 0.3
 """A consumer often reports its producer's death before we hear of it ourselves; both are connections that break."""
-
-
-Place = tuple[StageWork, str, Assignment]
-"""A stage, the role of one of its calls, and where that call shall run."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Failure:
-    run: StageRun
-    error: errors.OmniError
 
 
 class Execution:
@@ -78,18 +58,14 @@ class Execution:
             for step in state.plan.steps
         }
         state.companions = tuple(dict.fromkeys(role for work in self.works.values() for role in work.roles))
-        self.attempt = 0
-        """Number of the newest attempt; fences its data from that of earlier ones."""
-        self.tried: set[Claim] = set()
-        """Instances that failed at this request and still take others."""
         self._parts = parts
         self._router = parts.router
-        self._maker = CallMaker(state, self.works, parts.paths)
+        self._blame = Blame(state.spec, self.works, parts.router)
+        self._dispatcher = Dispatcher(self, state, self.works, parts, self._blame.tried)
         self._flows = state.plan.async_chunk
-        self._records_output = retains
         self._left = len(self.works)
         self._ready = [work for work in self.works.values() if self._flows or not work.step.inputs]
-        self._failures: list[_Failure] = []
+        self._failures: list[Failure] = []
         self._on_change = on_change
         self._runs = False
         self._changed: asyncio.Future[None] | None = None
@@ -105,7 +81,7 @@ class Execution:
         self._ready = []
         work.started = True
         work.emitted = state.emitted
-        run = self._new_run(work, "", state.assignment, state.session)
+        run = self._dispatcher.new_run(work, "", state.assignment, state.session)
         run.call_id, run.session_breaks = state.call_id, state.session_breaks
         work.runs.append(run)
         run.on_error(error)
@@ -114,7 +90,7 @@ class Execution:
         """Call what is ready, if nothing has to be waited for; False if ``run`` has to go on."""
         while self._ready and not self._failures and not self._stopped:
             ready, self._ready = self._ready, []
-            if not self._dispatch_now(ready):
+            if not self._dispatcher.dispatch_now(ready):
                 self._ready = ready
                 return False
         return not self._failures
@@ -128,7 +104,7 @@ class Execution:
                     await self._recover()
                 elif self._ready:
                     ready, self._ready = self._ready, []
-                    await self._dispatch(ready)
+                    await self._dispatcher.dispatch(ready)
                 elif self._left == 0:
                     return
                 else:
@@ -140,7 +116,7 @@ class Execution:
         """Abort the calls that run, release every place, let go of kept data. Further calls do nothing."""
         if self._stopped:
             return
-        self._stopped = True
+        self._stopped = self._dispatcher.stopped = True
         complete = self._left == 0
         for work in self.works.values():
             work.stop(complete=complete)
@@ -181,28 +157,12 @@ class Execution:
             return
         if error.reason in failures.LEAVING and failures.blamed_stage(error) in (None, run.work.stage_id):
             self._router.on_draining(run.session.record)
-        mendable = failures.may_be_mended(error) or self._has_lost_its_peer(error)
+        mendable = failures.may_be_mended(error) or self._blame.has_lost_its_peer(error)
         if mendable and self._may_begin_again(run.work.stage_id):
-            self._failures.append(_Failure(run, error))
+            self._failures.append(Failure(run, error))
             self._wake()
         else:
             self.state.end("failed", error)  # stops this as well
-
-    def _has_lost_its_peer(self, error: errors.OmniError) -> bool:
-        """It is about data of a replica that is gone: whatever it says, this is why."""
-        peer = error.metadata.get("peer_stage", "")
-        work = self.works.get(int(peer)) if peer.isdigit() else None
-        return work is not None and any((run.ended and not run.finished) or not run.readable for run in work.runs)
-
-    def _follows(self, failure: _Failure) -> bool:
-        """A consumer, itself well, could not read from a producer that has failed as well."""
-        error = failure.error
-        if not failures.needs_budget(error) or failures.lost_producer(error) is not None:
-            return False
-        return self._has_lost_its_peer(error)
-
-    def _needs_budget(self, failure: _Failure) -> bool:
-        return failures.needs_budget(failure.error) and not self._follows(failure)
 
     def _count(self, work: StageWork, finish: output_pb2.CallFinish) -> None:
         state, step = self.state, work.step
@@ -258,7 +218,7 @@ class Execution:
         failed, self._failures = self._failures, []
         state, first = self.state, failed[0]
         stage_id = first.run.work.stage_id  # what it costs, it costs this one
-        culprits = self._take_in(failed)
+        culprits = self._blame.take_in(failed)
         begun = state.first_output_s is not None
         facts = [work.facts() for work in self.works.values()]
         moves: dict[int, Move] = plan_restart(facts)
@@ -274,10 +234,11 @@ class Execution:
         else:
             if not replays and not self._may_retry(stage_id):
                 raise self._refused(first)
-            if any(self._needs_budget(failure) for failure in failed) and not self._parts.budget.take():
+            if any(self._blame.needs_budget(failure) for failure in failed) and not self._parts.budget.take():
                 raise self._refused(first)
-        self._check_alternatives(first, culprits, moves)
-        self._begin_again(moves, first, self._lost(failed), culprits, replays, free)
+        if self._blame.needs_the_only_one(culprits, moves):
+            raise self._refused(first)
+        self._begin_again(moves, first, self._blame.lost(failed), culprits, replays, free)
 
     async def _gather(self) -> None:
         """Let all hear what else has failed: one lost worker is often reported by its neighbours as well."""
@@ -291,104 +252,20 @@ class Execution:
         await asyncio.sleep(LOSS_PAUSE_S if first and only_losses else self._backoff.next_delay_s())
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + NEIGHBOUR_WAIT_S
-        while not self._stopped and (left_s := deadline_s - loop.time()) > 0 and self._neighbour_fails():
+        while not self._stopped and self._blame.neighbour_fails(self._failures):
+            if (left_s := deadline_s - loop.time()) <= 0:
+                break
             await self._change(left_s)
 
-    def _neighbour_fails(self) -> bool:
-        """A stage that a failure names has not failed itself yet."""
-        for failure in self._failures:
-            named = failures.waits_for(failure.error)
-            work = self.works.get(named) if named is not None else None
-            if work is not None and work is not failure.run.work and any(not run.ended for run in work.runs):
-                return True
-        return False
-
-    def _take_in(self, failed: Sequence[_Failure]) -> set[Claim]:
-        """Note what the failures say; returns the instances not to use again for this request."""
-        for failure in failed:
-            work = failure.run.work
-            if failure.error.reason == failures.RESUME_UNSUPPORTED:
-                work.resume_refused = True
-            if failures.is_data_gone(failure.error):
-                for producer in self._producers_named(failure):
-                    producer.data_gone = True
-            unreachable = failures.unreachable_producer(failure.error)
-            if unreachable is not None and unreachable in self.works:
-                self._note_unreachable(self.works[unreachable])
-            lost = failures.lost_producer(failure.error)
-            if lost is not None and lost in self.works and not self.works[lost].finished:
-                for run in self.works[lost].runs:
-                    run.abort()
-        culprits = set(self._culprits(failed))
-        self.tried |= culprits
-        return culprits
-
-    def _note_unreachable(self, work: StageWork) -> None:
-        """A consumer cannot reach where ``work`` has finished: its replica owes nobody a sign of life, so nobody else
-        would notice. It is asked once more, since what is made again may come out differently, unless its heartbeats
-        say the same."""
-        if work.finished and work.runs:
-            work.unreachable += 1
-            if work.unreachable > 1 or not self._router.is_well(work.run.assignment.slot.claim):
-                work.data_gone = True
-
-    def _producers_named(self, failure: _Failure) -> list[StageWork]:
-        producers = [self.works[edge.from_stage] for edge in failure.run.work.step.inputs]
-        peer = failure.error.metadata.get("peer_stage", "")
-        return [work for work in producers if str(work.stage_id) == peer] or producers
-
-    def _culprits(self, failed: Sequence[_Failure]) -> Iterable[Claim]:
-        """Instances that take requests but failed at this one. Who is gone needs no mention: nobody is sent there."""
-        claims = {work.stage_id: work.run.assignment.slot.claim for work in self.works.values() if work.runs}
-        if any(not self._router.is_routable(claim) for claim in claims.values()):
-            failed = [failure for failure in failed if failures.needs_budget(failure.error)]
-        for failure in failed:
-            if failures.costs_no_try(failure.error) or self._follows(failure):
-                continue
-            blamed = failures.blamed_stage(failure.error)
-            claim = claims.get(blamed) if blamed is not None else None
-            if claim is None:
-                claim = failure.run.assignment.slot.claim
-            # Whom only a connection failed may be tried again where there is nobody else.
-            must_go = failures.needs_budget(failure.error)
-            if self._router.is_routable(claim) and (must_go or self._has_alternative(claim)):
-                yield claim
-
-    def _check_alternatives(self, first: _Failure, culprits: Iterable[Claim], moves: dict[int, Move]) -> None:
-        """Raises the failure if a replica that goes on answering is the only one: waiting would change nothing."""
-        for claim in culprits:
-            if moves and claim[1] not in moves:
-                continue
-            if not self._has_alternative(claim):
-                raise self._refused(first)
-
-    def _has_alternative(self, claim: Claim) -> bool:
-        """Another replica of its stage takes requests, and has not failed at this one. Of a strict session, none."""
-        spec = self.state.spec
-        if self._router.is_strict(spec.graph.name, spec.session_id, spec.strict_session):
-            return False
-        pool = self._router.pools.get(claim[:2])
-        return pool is not None and any(
-            slot.view.routable and slot.claim != claim and slot.claim not in self.tried for slot in pool.slots.values()
-        )
-
-    def _refused(self, failure: _Failure) -> errors.OmniError:
+    def _refused(self, failure: Failure) -> errors.OmniError:
         if self.state.first_output_s is not None:
             self._parts.counts.replayed(self.state.spec.graph.name, failure.run.work.stage_id, "refused")
         return failure.error
 
-    def _lost(self, failed: Sequence[_Failure]) -> types_pb2.ReplicaRef:
-        """The replica that all of it comes from: its consumers may be the first to notice, or the only ones."""
-        own = next((failure for failure in failed if failures.missed_producer(failure.error) is None), None)
-        if own is not None:
-            return own.run.ref
-        producer = self.works.get(failures.missed_producer(failed[0].error) or 0)
-        return producer.run.ref if producer is not None and producer.runs else failed[0].run.ref
-
     def _begin_again(
         self,
         moves: dict[int, Move],
-        first: _Failure,
+        first: Failure,
         lost: types_pb2.ReplicaRef,
         culprits: set[Claim],
         replays: bool,
@@ -396,7 +273,7 @@ class Execution:
     ) -> None:
         """Abort what starts again, and make it ready. Nothing in here waits. No ``moves``: everything, from nothing."""
         state, again = self.state, [work for work in self.works.values() if not moves or work.stage_id in moves]
-        self.attempt += 1
+        self._dispatcher.attempt += 1
         self._left += sum(work.finished for work in again)
         for work in again:
             work.restart(moves.get(work.stage_id))
@@ -421,168 +298,10 @@ class Execution:
         _log.warning(
             "request replayed" if replays else "request retried",
             request_id=state.request_id,
-            attempt=self.attempt,
+            attempt=self._dispatcher.attempt,
             stage=lost.stage.stage_id,
             replica=lost.replica_id,
             reason=error.message,
             restarted=how,
             excluded=sorted(culprits),
         )
-
-    # -- dispatch --
-
-    async def _dispatch(self, works: list[StageWork]) -> None:
-        """Pick for all of ``works``, then call all: flowing stages must know each other's replicas."""
-        picked = list[Place]()
-        turns: dict[int, list[Turn[EdgeKey]]] = {}
-        runs: list[StageRun] = []
-        try:
-            if not await self._take_turns(works, turns):
-                return
-            for work in works:
-                for role in ("", *work.roles):
-                    key, place, options = self._wishes(work, role, picked)
-                    picked.append((work, role, await self._router.pick(key, place, **options)))
-            if not self._stopped:
-                runs = [self._new_run(*place) for place in picked]
-        finally:
-            if not runs:
-                for _, _, assignment in picked:
-                    assignment.release()
-                for waiting in turns.values():
-                    for turn in waiting:
-                        turn.leave()
-        if runs:
-            for work in works:
-                work.turns = [*work.turns, *turns.get(work.stage_id, ())]
-            self._call(works, runs)
-
-    def _dispatch_now(self, works: list[StageWork]) -> bool:
-        """As ``_dispatch``, if nothing has to be waited for; False, and nothing is taken, if something has, or if
-        ``_dispatch`` would raise."""
-        if any(edge.max_inflight for work in works if not work.started for edge in work.step.inputs):
-            return False
-        picked = list[Place]()
-        runs: list[StageRun] = []
-        try:
-            for work in works:
-                for role in ("", *work.roles):
-                    key, place, options = self._wishes(work, role, picked)
-                    if (assignment := self._router.try_pick(key, place, **options)) is None:
-                        return False
-                    picked.append((work, role, assignment))
-            runs = [self._new_run(*place) for place in picked]
-        except errors.OmniError:
-            return False
-        finally:
-            if not runs:
-                for _, _, assignment in picked:
-                    assignment.release()
-        self._call(works, runs)
-        return True
-
-    def _call(self, works: list[StageWork], runs: list[StageRun]) -> None:
-        """Places are taken: begin the calls."""
-        for work in works:
-            work.started = True
-            if work.roles:
-                self._set_timer(work)
-        for run in runs:
-            run.work.runs.append(run)
-        for run in runs:
-            if self._stopped:
-                return
-            self._submit(run)
-
-    def _wishes(self, work: StageWork, role: str, picked: Sequence[Place]) -> tuple[StageKey, str, dict[str, Any]]:
-        """What to ask the router for: a stage, an id for the binding, and options."""
-        spec = self.state.spec
-        key = (spec.graph.name, work.stage_id)
-        hint = self._router.hint(key, spec.prompt, spec.session_id, lambda: self._sources(work, picked))
-        options: dict[str, Any] = {"exclude": self.tried, "hint": hint}
-        if role:
-            options["affinity_from"] = self.state.wire_id
-        elif spec.session_id:
-            options["session_id"], options["strict_session"] = spec.session_id, spec.strict_session
-        return key, cfg.companion_id(self.state.wire_id, role), options
-
-    def _sources(self, work: StageWork, picked: Sequence[Place]) -> list[Source]:
-        """Where the input of ``work`` comes from."""
-        places = {other.stage_id: other.run.assignment for other in self.works.values() if other.runs}
-        places |= {other.stage_id: assignment for other, role, assignment in picked if not role}
-        connector_of = self.state.spec.graph.connector_of
-        return [
-            Source(places[edge.from_stage].slot, *connector_of(edge))
-            for edge in work.step.inputs
-            if edge.from_stage in places
-        ]
-
-    def _set_timer(self, work: StageWork) -> None:
-        """A bundle has a time of its own, if its plan says so."""
-        plan = work.step.stage.companions
-        if work.roles and plan.HasField("timeout") and work.timer is None:
-            limit_s = to_seconds(plan.timeout)
-            work.timer = asyncio.get_running_loop().call_later(limit_s, self._bundle_late, work, limit_s)
-
-    def _bundle_late(self, work: StageWork, limit_s: float) -> None:
-        late = [run.role or "the request itself" for run in work.runs if not run.finished]
-        error = errors.DeadlineExceededError(
-            f"stage {work.stage_id} and its companions were not done within {limit_s:g} s: {', '.join(late)}",
-            reason="COMPANION_DEADLINE",
-            metadata={"request_id": self.state.request_id, "stage": work.stage_id, "late": ",".join(late)},
-        )
-        self.state.end("failed", error)  # stops this as well
-
-    def _new_run(
-        self, work: StageWork, role: str, assignment: Assignment, session: ReplicaSession | None = None
-    ) -> StageRun:
-        session = session or assignment.slot.session
-        if session is None:
-            raise errors.UnavailableError(f"replica {assignment.slot.key} has no session", reason="REPLICA_LOST")
-        run = StageRun(self, self.state, work, assignment, session, role)
-        run.attempt = self.attempt
-        run.keeps_outputs = bool(work.step.outputs) and not self._flows
-        if role:
-            return run  # only for other stages, and from the start
-        run.emits = work.step.emits and work.move is not Move.REMAKE
-        if run.emits and self._records_output:
-            run.emitted = work.emitted
-        if work.move is not None and work.emitted.anything:
-            run.resumed = work.emitted.resumable and not work.resume_refused
-            if run.emits and not run.resumed:
-                run.skip = Skip(work.emitted, work.stage_id)
-        return run
-
-    def _submit(self, run: StageRun) -> None:
-        try:
-            run.call_id = run.session.submit(self._maker.call(run), run)
-        except errors.UnavailableError as error:
-            run.on_error(error)
-        else:
-            self.state.note("dispatched", run.ref, run.assignment.reason, run.role)
-            if self._flows and run.work.move is not None:
-                self._give_sources(run)
-
-    def _give_sources(self, producer: StageRun) -> None:
-        """Calls of earlier attempts that read what ``producer`` makes again go on with it, or, if they have ended well,
-        tell it not to wait for them."""
-        for edge in producer.work.step.outputs:
-            for run in self.works[edge.to_stage].runs:
-                if run.attempt < producer.attempt and (run.finished or not run.ended) and run.session.takes_sources:
-                    producer.partial |= not run.finished
-                    run.session.give_source(self._maker.new_source(run, edge, producer))
-                    self.state.note("goes_on", run.ref, f"with attempt {producer.attempt} of stage {edge.from_stage}")
-
-    async def _take_turns(self, works: Sequence[StageWork], turns: dict[int, list[Turn[EdgeKey]]]) -> bool:
-        """Return True when it is this request's turn at every limited edge into those of ``works`` that start for the
-        first time; False when it was stopped. ``turns`` gets those it took, by stage."""
-        name = self.state.spec.graph.name
-        limited = [e for work in works if not work.started for e in work.step.inputs if e.max_inflight]
-        for edge in sorted(limited, key=lambda edge: (edge.from_stage, edge.to_stage)):
-            turn = self._parts.edges.queue((name, edge.from_stage, edge.to_stage), edge.max_inflight)
-            turns.setdefault(edge.to_stage, []).append(turn)
-            if not turn.mine:
-                self.state.note("waits_for_edge", detail=f"{edge.from_stage}→{edge.to_stage}")
-                if not await turn.come():
-                    return False
-        return True
