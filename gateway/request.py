@@ -123,7 +123,7 @@ class Consumer(Protocol):
     """Who takes a request's output as it comes."""
 
     def on_output(self) -> None:
-        """There is output, or the request has ended: ``take`` it now, or call ``nudge`` later. Must not block."""
+        """There is output, or the request has ended: ``take`` it. Must not block."""
         ...
 
 
@@ -267,8 +267,7 @@ class RequestState:
     async def next(self) -> list[stage_service_pb2.StageEvent]:
         """All output since the last call, as soon as there is some.
 
-        An empty list means the end, if ``ended`` is true, or a ``nudge``. Raises the error of a request that failed,
-        after the output that came before it.
+        An empty list means the end. Raises the error of a request that failed, after the output that came before it.
         """
         if not self._outputs and self.status == "running":
             self._wake = asyncio.get_running_loop().create_future()
@@ -334,10 +333,6 @@ class RequestState:
     def detach(self) -> None:
         """Nobody is called any more."""
         self._consumer = None
-
-    def nudge(self) -> None:
-        """Let ``next`` return now, with nothing if there is nothing; an attached consumer is called."""
-        self._wake_consumer()
 
     def _wake_consumer(self) -> None:
         if self._flusher is not None:
