@@ -178,7 +178,9 @@ async def check_serves(session: ReplicaSession) -> None:
     assert sink.finished, sink.error
 
 
-async def test_a_gateway_prefers_the_port_of_sessions() -> None:
+@contextlib.asynccontextmanager
+async def proxied_worker() -> AsyncIterator[tuple[Worker, types_pb2.Replica, TcpProxy, TcpProxy]]:
+    """A worker, its record with a proxy before each of its ports, that of its sessions and the other one."""
     async with (
         local_worker(LONG, 0) as worker,
         TcpProxy(worker.identity.session_endpoint) as sessions,
@@ -186,16 +188,20 @@ async def test_a_gateway_prefers_the_port_of_sessions() -> None:
     ):
         record = worker.describe()
         record.endpoint, record.session_endpoint = others.address, sessions.address
-        async with gateway(record) as (session, listener):
-            await check_serves(session)
-            assert (sessions.accepted, others.accepted) == (1, 0)
-            # Who has answered once is not given up.
-            sessions.reset()
-            await wait_until(lambda: not session.connected and sessions.accepted >= 4, what="further attempts")
-            sessions.heal()
-            await check_serves(session)
-            assert others.accepted == 0
-            assert listener.states == [True, False, True]
+        yield worker, record, sessions, others
+
+
+async def test_a_gateway_prefers_the_port_of_sessions() -> None:
+    async with proxied_worker() as (_, record, sessions, others), gateway(record) as (session, listener):
+        await check_serves(session)
+        assert (sessions.accepted, others.accepted) == (1, 0)
+        # Who has answered once is not given up.
+        sessions.reset()
+        await wait_until(lambda: not session.connected and sessions.accepted >= 4, what="further attempts")
+        sessions.heal()
+        await check_serves(session)
+        assert others.accepted == 0
+        assert listener.states == [True, False, True]
 
 
 async def test_a_gateway_that_cannot_reach_the_port_of_sessions_takes_the_other() -> None:
@@ -227,13 +233,7 @@ async def test_a_port_of_sessions_that_swallows_everything() -> None:
 
 async def test_a_refusal_is_an_answer() -> None:
     """The worker has not heard of its new claim yet: it is asked again at the same port."""
-    async with (
-        local_worker(LONG, 0) as worker,
-        TcpProxy(worker.identity.session_endpoint) as sessions,
-        TcpProxy(worker.identity.endpoint) as others,
-    ):
-        record = worker.describe()
-        record.endpoint, record.session_endpoint = others.address, sessions.address
+    async with proxied_worker() as (worker, record, sessions, others):
         record.ref.epoch += 1_000_000
         async with gateway(record) as (session, listener):
             await wait_until(lambda: listener.states == [False], what="refusal")

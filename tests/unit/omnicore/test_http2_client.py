@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from omnicore import http2
 from omnicore.http2 import ACK, frame, settings
 from omnicore.http2_client import GrpcClientConnection
+from tests.support.h2_peer import H2Peer
 from tests.support.http2 import (
     LIMIT,
     METHOD,
@@ -46,41 +47,15 @@ def code_of(connection: GrpcClientConnection) -> Code | None:
     return connection.status.code() if connection.status is not None else None
 
 
-class Server:
-    """What ``h2`` makes of the other end. It raises where the client does what HTTP/2 does not allow."""
+class Server(H2Peer):
+    """What a client of ours talks to."""
 
     def __init__(self) -> None:
-        config = h2.config.H2Configuration(client_side=False, header_encoding="utf-8")
-        self.h2 = h2.connection.H2Connection(config)
-        self.h2.initiate_connection()
         self.client = client()
-        self.events: list[h2.events.Event] = []
-        self.body = b""
-        self.messages: list[bytes] = []
-
-    def turn(self) -> None:
-        """Carry bytes until neither end has more to say."""
-        while True:
-            there, here = self.client.take_outgoing(), self.h2.data_to_send()
-            if not there and not here:
-                return
-            self.hear(there)
-            self.messages += self.client.receive(here)
-
-    def hear(self, sent: bytes) -> None:
-        for event in self.h2.receive_data(sent):
-            self.events.append(event)
-            if isinstance(event, h2.events.DataReceived):
-                self.body += event.data
-
-    def send(self, message: bytes) -> None:
-        self.hear(self.client.send(message))
+        super().__init__(self.client, client_side=False)
 
     def respond(self) -> None:
         self.h2.send_headers(1, RESPONSE)
-
-    def of(self, kind: type[h2.events.Event]) -> list[h2.events.Event]:
-        return [event for event in self.events if isinstance(event, kind)]
 
 
 def test_a_call_as_a_server_sees_it() -> None:
@@ -102,8 +77,8 @@ def test_a_call_as_a_server_sees_it() -> None:
     assert not server.h2.remote_settings.enable_push
     assert server.h2.outbound_flow_control_window == http2.WINDOW
     assert server.of(h2.events.SettingsAcknowledged)
-    server.send(b"hello")
-    server.send(b"")
+    server.say(b"hello")
+    server.say(b"")
     assert server.body == grpc_message(b"hello") + grpc_message(b"")
     server.respond()
     server.h2.send_data(1, grpc_message(b"welcome"))
@@ -232,7 +207,7 @@ def test_never_more_is_sent_than_the_server_has_room_for(steps: Sequence[tuple[s
         if what == "send":
             message = bytes([number]) * value
             sent += grpc_message(message)
-            server.send(message)  # h2 raises if it is too much
+            server.say(message)  # h2 raises if it is too much
         elif what == "read" and unread:
             server.h2.acknowledge_received_data(min(value, unread), 1)
             unread -= min(value, unread)
@@ -257,14 +232,14 @@ def test_nothing_overtakes_what_had_to_wait() -> None:
     server.h2.send_data(1, grpc_message(b"go on"))
     server.turn()
     first, second = bytes(70_000), b"second"
-    server.send(first)
+    server.say(first)
     assert server.client.queued_bytes == 70_005 - 65_535
     # Room and a message come together, and the message is answered before anything else is written.
     server.h2.increment_flow_control_window(100_000)
     server.h2.increment_flow_control_window(100_000, 1)
     server.h2.send_data(1, grpc_message(b"and?"))
     assert server.client.receive(server.h2.data_to_send()) == [b"and?"]
-    server.send(second)
+    server.say(second)
     server.turn()
     assert server.body == grpc_message(first) + grpc_message(second)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TypeVar
 
 import grpc
 import h2.config
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from omnicore import http2
 from omnicore.http2 import END_STREAM, PREFACE, frame, settings
 from omnicore.http2_server import GrpcServerConnection
+from tests.support.h2_peer import H2Peer
 from tests.support.http2 import (
     LIMIT,
     METHOD,
@@ -35,7 +35,6 @@ from tests.support.http2 import (
 )
 
 Code = grpc.StatusCode
-E = TypeVar("E", bound=h2.events.Event)
 ASKED = PREFACE + settings() + headers(*REQUEST)
 
 
@@ -48,48 +47,23 @@ def asked() -> GrpcServerConnection:
     return connection
 
 
-class Client:
-    """What ``h2`` makes of the other end. It raises where the server does what HTTP/2 does not allow."""
+class Client(H2Peer):
+    """What a server of ours talks to."""
 
     def __init__(self, **initial: int) -> None:
-        self.h2 = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True, header_encoding="utf-8"))
-        self.h2.initiate_connection()
+        self.server = GrpcServerConnection(LIMIT)
+        super().__init__(self.server, client_side=True)
         if initial:
             self.h2.update_settings({h2.settings.SettingCodes[name]: value for name, value in initial.items()})
-        self.server = GrpcServerConnection(LIMIT)
-        self.events: list[h2.events.Event] = []
-        self.body = b""
-        self.messages: list[bytes] = []
-
-    def turn(self) -> None:
-        """Carry bytes until neither end has more to say."""
-        while True:
-            there, here = self.server.take_outgoing(), self.h2.data_to_send()
-            if not there and not here:
-                return
-            self.hear(there)
-            self.messages += self.server.receive(here)
-
-    def hear(self, sent: bytes) -> None:
-        for event in self.h2.receive_data(sent):
-            self.events.append(event)
-            if isinstance(event, h2.events.DataReceived):
-                self.body += event.data
 
     def ask(self, stream: int = 1, *, end: bool = False, also: Sequence[tuple[str, str]] = ()) -> None:
         self.h2.send_headers(stream, (*REQUEST, *also), end_stream=end)
         self.turn()
 
-    def say(self, message: bytes) -> None:
-        self.hear(self.server.send(message))
-
     def answer(self) -> dict[object, object]:
         """Its response headers."""
         (response,) = self.of(h2.events.ResponseReceived)
         return dict(response.headers)
-
-    def of(self, kind: type[E]) -> list[E]:
-        return [event for event in self.events if isinstance(event, kind)]
 
 
 def test_a_call_as_a_client_sees_it() -> None:
