@@ -14,62 +14,22 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import httptools
 
+from gateway.http import limits, request_head
 from gateway.http.exchange import Credentials, Exchange
+from gateway.http.request_head import HeadTooLargeError, RefusedError
 from gateway.http.responses import error_response
+from gateway.http.server_roles import Application, Registry
 from omnicore import errors
 from omnicore.log import get_logger
 
 _log = get_logger(__name__)
 
-Application = Callable[[Exchange], Awaitable[None]]
-"""Answers a request; returns after its last byte."""
-AnswerNow = Callable[[Exchange], bool]
-"""Sees to a request without a task, from its begin to ``exchange.finish``. False: it needs one, and nothing was done.
-Must not block, nor raise."""
-
-MAX_HEAD_BYTES = 64 * 1024
-"""Request line and headers. What proxies allow is less."""
-HEAD_TIMEOUT_S = 10.0
-"""From the connection's begin, or a later request's first byte, to the end of its headers."""
-BODY_TIMEOUT_S = 30.0
-"""Between two pieces of a body; and for a connection to end after its last response."""
-SEND_TIMEOUT_S = 60.0
-"""For which a client may take nothing of what waits for it."""
-KEEP_ALIVE_S = 75.0
-"""Between two requests: longer than clients keep connections, so that it is seldom us who close on a new request."""
-MAX_PIPELINED = 128
-"""Requests that may wait for the one before; nobody needs many."""
-_SEGMENT_BYTES = 256 * 1024  # what uvloop reads at a time; some of it may belong to the request before
-_UNREAD_BODY_BYTES = 256 * 1024  # of a body whose handler has not asked for it
-_LINGER_BYTES = 1024 * 1024  # of a body that nobody wants, taken so that its client gets to read the response
-
-_METHODS = {name.encode(): name for name in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")}
-_ONCE = frozenset((b"host", b"content-length", b"transfer-encoding", b"content-type", b"authorization"))
-
 # What the parser is in the middle of.
 _IDLE, _HEAD, _BODY, _ENDING = range(4)
-
-
-class Registry(Protocol):
-    """Keeps the connections of one server."""
-
-    closing: bool
-    """No connection shall take a further request."""
-
-    answer_now: AnswerNow
-
-    def add(self, connection: Connection) -> None:
-        """It is open."""
-        ...
-
-    def discard(self, connection: Connection) -> None:
-        """It is gone."""
-        ...
 
 
 class Connection(asyncio.Protocol):
@@ -82,12 +42,12 @@ class Connection(asyncio.Protocol):
         "lost",
     )  # fmt: skip
 
-    head_timeout_s = HEAD_TIMEOUT_S
-    body_timeout_s = BODY_TIMEOUT_S
-    send_timeout_s = SEND_TIMEOUT_S
-    keep_alive_s = KEEP_ALIVE_S
+    head_timeout_s = limits.HEAD_TIMEOUT_S
+    body_timeout_s = limits.BODY_TIMEOUT_S
+    send_timeout_s = limits.SEND_TIMEOUT_S
+    keep_alive_s = limits.KEEP_ALIVE_S
 
-    def __init__(self, app: Application, registry: Registry) -> None:
+    def __init__(self, app: Application, registry: Registry[Connection]) -> None:
         self._app = app
         self._registry = registry
         self._loop = asyncio.get_running_loop()
@@ -142,7 +102,7 @@ class Connection(asyncio.Protocol):
         """Feed the parser; what it keeps to itself counts too."""
         if self._deaf:
             self._unparsed_bytes += len(data)
-            if self._unparsed_bytes > _LINGER_BYTES:
+            if self._unparsed_bytes > limits.LINGER_BYTES:
                 self._abort()
             return
         self._heard_s = self._loop.time()  # of all that the parser finds in it
@@ -162,10 +122,10 @@ class Connection(asyncio.Protocol):
             self._deaf = True  # answered as an ordinary request; what follows would be another protocol's
             self._unparsed_bytes = 0
         except httptools.HttpParserError as error:
-            self._invalid(error)
+            self._refuse(*request_head.refusal(error, too_large=self._head_bytes > limits.MAX_HEAD_BYTES))
         else:
-            if self._unparsed_bytes > MAX_HEAD_BYTES + _SEGMENT_BYTES and self._phase in (_HEAD, _BODY):
-                self._refuse(431, _head_too_large())
+            if self._unparsed_bytes > limits.MAX_HEAD_BYTES + limits.SEGMENT_BYTES and self._phase in (_HEAD, _BODY):
+                self._refuse(*request_head.head_too_large())
 
     def pause_writing(self) -> None:
         """The client reads too slowly."""
@@ -194,15 +154,13 @@ class Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """A whole header; after the body, a trailer, which nobody wants."""
         self._head_bytes += len(name) + len(value) + 4  # ": " and the end of the line
-        if self._head_bytes > MAX_HEAD_BYTES:
-            raise _HeadTooLargeError
+        if self._head_bytes > limits.MAX_HEAD_BYTES:
+            raise HeadTooLargeError
         if self._phase != _HEAD:
             return
         headers, name = self._headers, name.lower()
         if name in headers:
-            if name in _ONCE:
-                raise _RefusedError(f"the header {name.decode('latin-1')} may come once")
-            value = headers[name] + b", " + value
+            value = request_head.joined(name, headers[name], value)
         headers[name] = value
 
     def on_headers_complete(self) -> None:
@@ -210,15 +168,14 @@ class Connection(asyncio.Protocol):
         parser, headers = self._parser, self._headers
         version = parser.get_http_version()
         if version not in ("1.1", "1.0"):
-            raise _RefusedError(f"HTTP/{version} is not spoken here")
+            raise RefusedError(f"HTTP/{version} is not spoken here")
         if version == "1.1" and b"host" not in headers:
-            raise _RefusedError("HTTP/1.1 needs the header host")
-        if len(self._waiting) >= MAX_PIPELINED:
-            raise _RefusedError(f"more than {MAX_PIPELINED} requests wait for their responses")
-        method = parser.get_method()
-        exchange = Exchange(
-            self, _METHODS.get(method) or method.decode("latin-1"), self._url, headers, http_1_1=version == "1.1"
-        )
+            raise RefusedError("HTTP/1.1 needs the header host")
+        if len(self._waiting) >= limits.MAX_PIPELINED:
+            raise RefusedError(f"more than {limits.MAX_PIPELINED} requests wait for their responses")
+        name = parser.get_method()
+        method = request_head.METHODS.get(name) or name.decode("latin-1")
+        exchange = Exchange(self, method, self._url, headers, http_1_1=version == "1.1")
         exchange.keep_alive = version == "1.1" and parser.should_keep_alive() and not parser.should_upgrade()
         self._phase, self._since_s, self._unparsed_bytes = _BODY, self._heard_s, 0
         self._incoming = exchange
@@ -232,7 +189,7 @@ class Connection(asyncio.Protocol):
         """A part of the body."""
         self._since_s, self._unparsed_bytes = self._heard_s, 0
         exchange = self._incoming
-        if exchange is not None and not exchange.ended and exchange.feed(body) > _UNREAD_BODY_BYTES:
+        if exchange is not None and not exchange.ended and exchange.feed(body) > limits.UNREAD_BODY_BYTES:
             self.pause_reading()
 
     def on_message_complete(self) -> None:
@@ -312,8 +269,8 @@ class Connection(asyncio.Protocol):
 
     def _count(self, size_bytes: int) -> None:
         self._head_bytes += size_bytes
-        if self._head_bytes > MAX_HEAD_BYTES:
-            raise _HeadTooLargeError
+        if self._head_bytes > limits.MAX_HEAD_BYTES:
+            raise HeadTooLargeError
 
     def _begin(self, exchange: Exchange) -> None:
         self._current = self._unstarted = exchange
@@ -424,18 +381,6 @@ class Connection(asyncio.Protocol):
         delay_s = min(left_s, self.head_timeout_s, self.body_timeout_s) if left_s > 0 else self.body_timeout_s
         self._timer = self._loop.call_later(delay_s, self._look)
 
-    def _invalid(self, error: Exception) -> None:
-        """The parser has stopped: at what is not HTTP, or at what we do not take."""
-        cause = error.__context__
-        if isinstance(cause, _HeadTooLargeError) or self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse(431, _head_too_large())
-        elif cause is not None and not isinstance(cause, _RefusedError | httptools.HttpParserError):
-            raise error  # a bug of ours
-        else:
-            why = f": {cause}" if isinstance(cause, _RefusedError) else ""
-            what = f"this is not an HTTP/1.1 request{why}"
-            self._refuse(400, errors.InvalidRequestError(what, reason="INVALID_HTTP"))
-
     def _refuse(self, status: int, error: errors.InvalidRequestError) -> None:
         """Answer the last thing that this connection says, after all that is before it."""
         self._deaf, self._unparsed_bytes = True, 0
@@ -447,16 +392,3 @@ class Connection(asyncio.Protocol):
         if self._current is None:
             self.write(self._refusal)
             self._shut()
-
-
-class _HeadTooLargeError(Exception):
-    """Raised through the parser, which stops at it."""
-
-
-class _RefusedError(Exception):
-    """Raised through the parser: HTTP, but not such that it can be taken."""
-
-
-def _head_too_large() -> errors.InvalidRequestError:
-    what = f"the request line and headers must be at most {MAX_HEAD_BYTES} bytes"
-    return errors.InvalidRequestError(what, reason="HEADERS_TOO_LARGE")

@@ -6,7 +6,8 @@ import asyncio
 import socket
 import ssl
 
-from gateway.http.connection import AnswerNow, Application, Connection
+from gateway.http.connection import Connection
+from gateway.http.server_roles import AnswerNow, Application
 from omnicore import errors
 
 _BACKLOG = 2048

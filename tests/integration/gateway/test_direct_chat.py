@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from gateway.direct import DirectRequest
-from gateway.http.connection import MAX_PIPELINED
+from gateway.http.limits import MAX_PIPELINED
 from gateway.request import RequestState
 from omnicore import api_keys
 from omnicore.api_keys import ApiKey, KeyRole

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway.http.connection import MAX_PIPELINED
 from gateway.http.exchange import Exchange
+from gateway.http.limits import MAX_PIPELINED
 from gateway.http.server import HttpServer
 from omnicore import errors
 from tests.support.processes import wait_until

@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway.http.connection import MAX_HEAD_BYTES, Connection
+from gateway.http.connection import Connection
 from gateway.http.exchange import Exchange
+from gateway.http.limits import MAX_HEAD_BYTES
 from gateway.http.server import HttpServer
 from omnicore import errors
 

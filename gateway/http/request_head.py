@@ -1,0 +1,45 @@
+"""The head of a request: which are taken, and with what the others are refused. Pure."""
+
+from __future__ import annotations
+
+import httptools
+
+from gateway.http.limits import MAX_HEAD_BYTES
+from omnicore import errors
+
+METHODS = {name.encode(): name for name in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")}
+"""Those that are usual, as texts that need not be made."""
+_ONCE = frozenset((b"host", b"content-length", b"transfer-encoding", b"content-type", b"authorization"))
+
+
+class HeadTooLargeError(Exception):
+    """Raised through the parser, which stops at it."""
+
+
+class RefusedError(Exception):
+    """Raised through the parser: HTTP, but not such that it can be taken."""
+
+
+def joined(name: bytes, before: bytes, value: bytes) -> bytes:
+    """The value of a header that came twice. Raises ``RefusedError`` for one that could be read in two ways then."""
+    if name in _ONCE:
+        raise RefusedError(f"the header {name.decode('latin-1')} may come once")
+    return before + b", " + value
+
+
+def refusal(error: httptools.HttpParserError, *, too_large: bool) -> tuple[int, errors.InvalidRequestError]:
+    """Status and error for what the parser stopped at, because its size was ``too_large`` or for what it was. Raises
+    ``error`` if that was a bug of ours."""
+    cause = error.__context__
+    if isinstance(cause, HeadTooLargeError) or too_large:
+        return head_too_large()
+    if cause is not None and not isinstance(cause, RefusedError | httptools.HttpParserError):
+        raise error
+    why = f": {cause}" if isinstance(cause, RefusedError) else ""
+    return 400, errors.InvalidRequestError(f"this is not an HTTP/1.1 request{why}", reason="INVALID_HTTP")
+
+
+def head_too_large() -> tuple[int, errors.InvalidRequestError]:
+    """Status and error for a head without end."""
+    what = f"the request line and headers must be at most {MAX_HEAD_BYTES} bytes"
+    return 431, errors.InvalidRequestError(what, reason="HEADERS_TOO_LARGE")
