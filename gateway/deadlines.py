@@ -58,12 +58,14 @@ class _Line:
             self._timer = self._loop.call_later(self._timeout_s, self._expire)
 
     def _expire(self) -> None:
-        """End those whose time is over, and look again when that of the next one is."""
-        self._timer, now_s = None, self._loop.time()
-        while self.due_s:
-            item, due_s = next(iter(self.due_s.items()))
-            if due_s > now_s:
-                self._timer = self._loop.call_at(due_s, self._expire)
-                return
-            del self.due_s[item]
-            item.end_late()
+        """End those whose time is over, and look again when that of the next one is, even if one of them raises."""
+        now_s = self._loop.time()
+        try:
+            while self.due_s:
+                item, due_s = next(iter(self.due_s.items()))
+                if due_s > now_s:
+                    break
+                del self.due_s[item]
+                item.end_late()
+        finally:
+            self._timer = self._loop.call_at(next(iter(self.due_s.values())), self._expire) if self.due_s else None

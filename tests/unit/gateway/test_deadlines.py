@@ -97,3 +97,20 @@ def test_who_ends_another_one_is_no_trouble(loop: _Loop) -> None:
     line.add(second, 10)
     loop.advance(20)
     assert ended == [("a", 10)]
+
+
+def test_one_that_cannot_be_ended_holds_up_no_other(loop: _Loop) -> None:
+    ended: list[tuple[str, float]] = []
+    line = Deadlines()
+
+    class Broken(_Late):
+        def end_late(self) -> None:
+            line.add(_Late("c", ended, loop), 10)
+            raise ZeroDivisionError
+
+    line.add(Broken("a", ended, loop), 10)
+    line.add(_Late("b", ended, loop), 10)
+    with pytest.raises(ZeroDivisionError):
+        loop.advance(10)
+    loop.advance(10)
+    assert ended == [("b", 10), ("c", 20)]
