@@ -19,6 +19,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Final, NoReturn
 
 from control_plane import codec, liveness, states, validate
+from control_plane.beating import BeatingClaim, correct, differs, same_claim
 from control_plane.changes import Change, ReplicaRow
 from control_plane.etcd import EtcdClient, LeaseLost
 from control_plane.keys import ReplicaKey
@@ -52,23 +53,6 @@ _WORKERS: Final = 32
 _OLD_NEWS_S: Final = 2.0
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Claim:
-    """A claim that beats here, or did last: what its record should say, and when its lease is due."""
-
-    key: ReplicaKey
-    epoch: int
-    lease_id: int
-    state: states.State
-    lease_ttl_s: float
-    """As far as is known: that of a small fleet, until etcd has told."""
-    connectors: list[types_pb2.ConnectorOffer] | None = None
-    refresh_due_s: float = float("-inf")
-    lost: bool = False
-    settled: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    """Set while the record says what is known here."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class KnownPulse:
     """A replica that beats here: how long ago it last did, and how often it fell silent lately."""
@@ -99,7 +83,7 @@ class Heartbeats:
         self._clock = clock
         self._lease_ttl_s = lease_ttl_s
         self._base_interval_s = interval_s
-        self._claims: dict[ReplicaKey, _Claim] = {}
+        self._claims: dict[ReplicaKey, BeatingClaim] = {}
         self._liveness = Liveness(clock.monotonic())
         self._refreshes: WorkQueue[ReplicaKey] = WorkQueue("lease", self._refresh, workers=_WORKERS)
         self._writes: WorkQueue[ReplicaKey] = WorkQueue("record", self._write, workers=_WORKERS)
@@ -137,7 +121,7 @@ class Heartbeats:
         key: ReplicaKey | None = None
         try:
             async for beat in beats:
-                if key is None or last is None or not _same_claim(beat, last):
+                if key is None or last is None or not same_claim(beat, last):
                     validate.heartbeat_claim(beat)
                     if last is not None and beat.instance_uuid != last.instance_uuid:
                         raise InvalidRequestError.field(
@@ -160,7 +144,7 @@ class Heartbeats:
         if row is not None and row.epoch == epoch:  # or etcd's event is late: then the first beat refreshes the lease
             claim = self._claims.get(key)
             if claim is None or claim.epoch != epoch:
-                claim = self._claims[key] = _Claim(key, epoch, row.lease_id, row.replica.state, lease_ttl_s)
+                claim = self._claims[key] = BeatingClaim(key, epoch, row.lease_id, row.replica.state, lease_ttl_s)
             claim.lease_ttl_s = lease_ttl_s
             claim.refresh_due_s = self._clock.monotonic() + _refresh_after_s(lease_ttl_s)
         return self._interval_s(lease_ttl_s)
@@ -258,7 +242,7 @@ class Heartbeats:
         now_s = self._clock.monotonic()
         claim = self._claims.get(row.key)
         if claim is None or claim.epoch != row.epoch:
-            claim = _Claim(row.key, row.epoch, row.lease_id, row.replica.state, self._lease_ttl_s)
+            claim = BeatingClaim(row.key, row.epoch, row.lease_id, row.replica.state, self._lease_ttl_s)
             self._claims[row.key] = claim
         interval_s = self._interval_s(claim.lease_ttl_s)
         known = self._liveness.get(row.key)
@@ -273,7 +257,7 @@ class Heartbeats:
         if now_s + interval_s / 2 >= claim.refresh_due_s:  # this beat is nearer to it than the next one
             claim.refresh_due_s = now_s + claim.lease_ttl_s / 3
             self._refreshes.add(row.key)
-        if row.spoiled or _differs(row.replica, claim, pulse.suspect):
+        if row.spoiled or differs(row.replica, claim, pulse.suspect):
             claim.settled.clear()
             self._writes.add(row.key)
 
@@ -284,7 +268,7 @@ class Heartbeats:
                 return DRAIN, "; ".join([f"pipeline {row.key.pipeline} was deleted", *refused])
         return CONTINUE, "; ".join(refused)
 
-    def _take_report(self, beat: pb.HeartbeatRequest, row: ReplicaRow, claim: _Claim) -> list[str]:
+    def _take_report(self, beat: pb.HeartbeatRequest, row: ReplicaRow, claim: BeatingClaim) -> list[str]:
         """Load, connectors and state; returns what was refused of them, and why."""
         refused: list[str] = []
         if beat.HasField("load"):
@@ -309,7 +293,7 @@ class Heartbeats:
             )
         return refused
 
-    async def _settle(self, claim: _Claim) -> None:
+    async def _settle(self, claim: BeatingClaim) -> None:
         """After a change of state, answer when it is recorded: who hears that READY was taken in is routable."""
         try:
             async with asyncio.timeout(_SETTLE_S):
@@ -330,7 +314,7 @@ class Heartbeats:
                 self._liveness.forget(key, claim.epoch)
                 self._claims.pop(key, None)
                 return None
-            written = await self._records.update(key, claim.epoch, lambda new: _correct(new, claim, pulse.suspect))
+            written = await self._records.update(key, claim.epoch, lambda new: correct(new, claim, pulse.suspect))
             if written is not None:
                 await self._table.wait_revision(written.revision)
             claim.settled.set()
@@ -343,7 +327,7 @@ class Heartbeats:
             _log.warning("record left alone: it is unreadable", replica=key, error=error)
         return None
 
-    async def _beats_elsewhere(self, claim: _Claim, pulse: liveness.Pulse) -> bool:
+    async def _beats_elsewhere(self, claim: BeatingClaim, pulse: liveness.Pulse) -> bool:
         """Whether somebody refreshed its lease after its last beat here: only beats do that."""
         silent_s = self._clock.monotonic() - pulse.heard_s
         if silent_s < max(_OLD_NEWS_S, liveness.MISSED_BEATS * self.interval_s + 1.0):
@@ -401,32 +385,6 @@ class Heartbeats:
 def _refresh_after_s(ttl_s: float) -> float:
     """Around a third of its life: leases that fell due together, after a restart say, must not stay together."""
     return ttl_s * random.uniform(0.28, 0.38)
-
-
-def _same_claim(beat: pb.HeartbeatRequest, other: pb.HeartbeatRequest) -> bool:
-    """True if both beats speak of the same claim: what was checked once need not be checked four times a second."""
-    return (
-        beat.replica == other.replica and beat.lease_id == other.lease_id and beat.instance_uuid == other.instance_uuid
-    )
-
-
-def _differs(record: types_pb2.Replica, claim: _Claim, suspect: bool) -> bool:
-    """True if ``_correct`` has something to do."""
-    return (
-        record.suspect != suspect
-        or record.state not in (claim.state, states.DRAINING)
-        or (claim.connectors is not None and list(record.connectors) != claim.connectors)
-    )
-
-
-def _correct(record: types_pb2.Replica, claim: _Claim, suspect: bool) -> None:
-    """Make ``record`` say what is known of the claim. DRAINING stays: an operator may have asked for it."""
-    if record.state != states.DRAINING:
-        record.state = claim.state
-    record.suspect = suspect
-    if claim.connectors is not None and list(record.connectors) != claim.connectors:
-        del record.connectors[:]
-        record.connectors.extend(claim.connectors)
 
 
 def _superseded(holder: types_pb2.Replica, beat: pb.HeartbeatRequest) -> tuple[pb.HeartbeatDirective.ValueType, str]:

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import datetime
 import weakref
 from collections.abc import Mapping
 from typing import Final
 
-from control_plane import codec, compat, liveness, states, validate
+from control_plane import codec, compat, liveness, registration, validate
 from control_plane.etcd import (
     Compare,
     EtcdClient,
@@ -42,10 +41,10 @@ from control_plane.keys import META_KEY, ReplicaKey
 from control_plane.plans import read_plan
 from control_plane.records import Records, found
 from control_plane.table import Table
-from omni.v1 import pipeline_pb2, types_pb2
+from omni.v1 import pipeline_pb2
 from omni.v1 import registry_service_pb2 as pb
 from omnicore.backoff import Backoff
-from omnicore.errors import FailedPreconditionError, OmniError, UnavailableError
+from omnicore.errors import OmniError, UnavailableError
 from omnicore.log import get_logger
 
 _log = get_logger(__name__)
@@ -119,7 +118,7 @@ class Membership:
             claim = None if ground.claim is None else await self._existing(request, ground.claim)
             if claim is None and ground.claim is None:
                 if ground.drained:
-                    raise _stays_away(request, "drained", "DRAINED")
+                    raise registration.stays_away(request, "drained", "DRAINED")
                 self._check_fit(request, ground.pipeline)
                 await self._replace_predecessor(request)
                 claim = await self._new_claim(request, ground)
@@ -168,7 +167,7 @@ class Membership:
                 "etcd's store was replaced: it is being restored", reason="STORE_REPLACED", retry_after_s=0.3
             )
         if found(result, 3) is not None:
-            raise _stays_away(request, "evicted", "EVICTED")
+            raise registration.stays_away(request, "evicted", "EVICTED")
         plan = found(result, 1)
         if plan is None:
             raise compat.no_pipeline(name, (pipeline.name for pipeline in self._table.pipelines()))
@@ -208,11 +207,11 @@ class Membership:
                 deletes.append(op_delete(kv.key))
             await self._client.txn(conditions, deletes)
             return None
-        _check_same(request, key, record)
+        registration.check_same(request, key, record)
         compat.check_kv_layout(request.fingerprint, key.stage, self._table.peers(key.stage, but=key))
         try:
             ttl_s = await self._client.refresh_lease(kv.lease_id)
-            written = await self._records.update(key, kv.create_revision, lambda new: _renew(new, request))
+            written = await self._records.update(key, kv.create_revision, lambda new: registration.renew(new, request))
         except LeaseLost:
             return None  # it is being deleted this moment
         if written is None:
@@ -304,7 +303,7 @@ class Membership:
             mod_revision_is(plan_path, ground.plan.mod_revision),
             *self._same_store(),
         ]
-        record = codec.encode_replica(_record(request, key, cordoned=ground.cordoned))
+        record = codec.encode_replica(registration.new_record(request, key, cordoned=ground.cordoned))
         puts = [op_put(record_path, record, lease_id), op_put(index_path, codec.encode_claim(key), lease_id)]
         while True:
             try:
@@ -329,76 +328,10 @@ class Membership:
             _log.warning("lease left to run out", lease=f"{lease_id:x}", error=error)
 
 
-def _stays_away(request: pb.RegisterRequest, what: str, reason: str) -> FailedPreconditionError:
-    uuid = request.instance_uuid
-    return FailedPreconditionError(
-        f"instance {uuid} was {what} by an operator: start a new process to come back",
-        reason=reason,
-        metadata={"instance_uuid": uuid},
-    )
-
-
-def _check_same(request: pb.RegisterRequest, key: ReplicaKey, record: types_pb2.Replica) -> None:
-    """An instance may repeat its registration, not change it; but add its KV layout, which its engine tells it."""
-    expected = types_pb2.StageFingerprint()
-    expected.CopyFrom(record.fingerprint)
-    if not record.fingerprint.kv_layout or not request.fingerprint.kv_layout:
-        expected.kv_layout = request.fingerprint.kv_layout
-    pairs = (
-        ("stage", str(validate.stage_key(request.stage)), str(key.stage)),
-        ("endpoint", request.endpoint, record.endpoint),
-        ("fingerprint", _one_line(request.fingerprint), _one_line(expected)),
-    )
-    for field, offered, registered in pairs:
-        if offered != registered:
-            offered, registered = compat.shorten(offered), compat.shorten(registered)
-            raise FailedPreconditionError(
-                f"instance {request.instance_uuid} is registered as replica {key} with {field} {registered}, "
-                f"not {offered}: a changed instance needs a new instance_uuid",
-                reason="INSTANCE_DIFFERS",
-                metadata={"field": field, "offered": offered, "registered": registered, "replica": key},
-            )
-
-
-def _one_line(message: types_pb2.StageFingerprint) -> str:
-    return " ".join(str(message).split())
-
-
 def _choose(pool: IdPool, preferred: int | None, at_least: int) -> int:
     if preferred is not None and pool.reserve(preferred):
         return preferred
     return pool.reserve_lowest(at_least)
-
-
-def _record(request: pb.RegisterRequest, key: ReplicaKey, *, cordoned: bool) -> types_pb2.Replica:
-    record = types_pb2.Replica(
-        ref=codec.replica_ref(key),
-        instance_uuid=request.instance_uuid,
-        endpoint=request.endpoint,
-        state=request.state,
-        cordoned=cordoned,
-        connectors=request.connectors,
-        placement=request.placement,
-        fingerprint=request.fingerprint,
-        engine=request.engine,
-        drain_limit=request.drain_limit if request.HasField("drain_limit") else None,
-        session_endpoint=request.session_endpoint,
-    )
-    record.register_time.FromDatetime(datetime.datetime.now(datetime.UTC).replace(microsecond=0))
-    return record
-
-
-def _renew(record: types_pb2.Replica, request: pb.RegisterRequest) -> None:
-    """What a repeated Register may bring news of."""
-    if states.may_become(record.state, request.state):
-        record.state = request.state
-    if request.fingerprint.kv_layout:
-        record.fingerprint.kv_layout = request.fingerprint.kv_layout
-    if request.session_endpoint:  # a control plane of an earlier version has not written it
-        record.session_endpoint = request.session_endpoint
-    if list(record.connectors) != list(request.connectors):
-        del record.connectors[:]
-        record.connectors.extend(request.connectors)
 
 
 def _instance_of(kv: KeyValue, key: ReplicaKey) -> str:
