@@ -20,7 +20,6 @@ import grpc.aio
 
 from connectors.agreement import RankAgreement
 from connectors.channels import PeerChannels
-from connectors.connector_set import ConnectorSet
 from omni.v1 import pipeline_pb2, stage_service_pb2_grpc, transfer_service_pb2_grpc, types_pb2
 from omni.v1 import registry_service_pb2 as registry_pb
 from omnicore import protocol, rpc, trace_config
@@ -33,26 +32,18 @@ from omnicore.log import get_logger
 from omnicore.metrics_http import MetricsServer
 from omnicore.security import Security
 from stage_worker import address, environment
-from stage_worker.calls import CallTable, WorkerParts
+from stage_worker.assembly import make_parts
 from stage_worker.config import StageWorkerConfig
 from stage_worker.control_plane_client import ControlPlaneClient, fetch_plan
 from stage_worker.drain import Drain
 from stage_worker.engine import Engine
 from stage_worker.engines import create_engine
-from stage_worker.flows import FlowTable
 from stage_worker.identity import Identity
-from stage_worker.links import PeerLinks
-from stage_worker.progress import LoadSource, Progress, Vitality
-from stage_worker.reading import Reads
-from stage_worker.ready_inputs import Releaser
+from stage_worker.progress import LoadSource, Vitality
 from stage_worker.registrar import Registrar
-from stage_worker.retention import Retention
 from stage_worker.session_stream import METHOD, SessionStream
 from stage_worker.sessions import SessionSet
-from stage_worker.stage_connectors import connector_options, publishes
 from stage_worker.stage_service import StageServicer
-from stage_worker.tracing import CallTracing
-from stage_worker.transfer_metrics import TransferMetrics
 from stage_worker.transfer_service import TransferServicer
 
 _log = get_logger(__name__)
@@ -98,7 +89,17 @@ class Worker:
             attributes={"omni.pipeline": pipeline.name, "omni.stage": stage.stage_id},
         )
         self.channels = PeerChannels(clock, self._security.to_peer, lambda: self._security.version)
-        self.parts = self._make_parts(pipeline, stage, engine_factory(stage, config.devices))
+        self.parts = make_parts(
+            config,
+            pipeline,
+            stage,
+            engine_factory(stage, config.devices),
+            identity=self.identity,
+            channels=self.channels,
+            spans=self._spans,
+            on_calls_changed=self._on_calls_changed,
+            clock=clock,
+        )
         self.parts.calls.refusal = UnavailableError("this replica is still loading", reason="STARTING")
         engine, connectors, progress = self.parts.engine, self.parts.connectors, self.parts.progress
         self.load = LoadSource(engine, connectors.usage, lambda: len(self.parts.calls), progress)
@@ -129,47 +130,6 @@ class Worker:
             tls=self._security.server_context,
         )
         self._tasks: list[asyncio.Task[None]] = []
-
-    def _make_parts(self, pipeline: pipeline_pb2.Pipeline, stage: pipeline_pb2.Stage, engine: Engine) -> WorkerParts:
-        """What calls work with. Raises what the connectors raise for a wrong plan."""
-        config, clock = self._config, self._clock
-        connectors = ConnectorSet(
-            lambda: self.identity.data_owner,
-            lambda: self.identity.endpoint,
-            self.channels.fetch,
-            pool_bytes=config.pool_bytes if publishes(pipeline, stage) else 0,
-            clock=clock,
-            options=connector_options(pipeline, stage, os.environ),
-        )
-        keeper = Retention(clock, config.retain_bytes)
-        connectors.store.make_room = keeper.make_room
-        flows = FlowTable(connectors.store.release, clock, open_wait_s=config.flow_open_timeout_s, keeper=keeper)
-        metrics = TransferMetrics(pipeline.name, connectors.usages, lambda: len(flows), keeper)
-        connectors.store.on_freed = metrics.freed
-        reads = Reads(
-            connectors.get,
-            metrics,
-            [edge for edge in pipeline.edges if edge.to_stage == stage.stage_id],
-            chunk_timeout_s=config.chunk_timeout_s,
-            locate=self.identity.locate,
-        )
-        traced = CallTracing(self._spans, self.identity) if self._spans is not None else None
-        reads.on_end = traced.has_read if traced is not None else None
-        return WorkerParts(
-            identity=self.identity,
-            pipeline=pipeline,
-            stage=stage,
-            engine=engine,
-            connectors=connectors,
-            flows=flows,
-            links=PeerLinks(lambda: self.identity.current, self.channels, reads),
-            releaser=Releaser(self.channels),
-            reads=reads,
-            metrics=metrics,
-            progress=Progress(),
-            calls=CallTable(self._on_calls_changed),
-            tracing=traced,
-        )
 
     # --- start ------------------------------------------------------------------------------------------------------
 
