@@ -35,6 +35,10 @@ _MAX_HEADERS = 64 * 1024
 WINDOW = 8 * 1024 * 1024
 """Bytes that the peer may send before we have read them: more than a loop turn of any engine's output."""
 
+_MOST_IDLE = 4096
+"""Frames without data in one read, a long one counted once for every 32 bytes: some milliseconds. A client of gRPC that
+has read 16 MiB, and gives room for each frame of it to its stream and its connection, sends half as many."""
+
 _FRAME = struct.Struct(">HBBBL")  # length in 16 + 8 bits, type, flags, stream
 _SETTING = struct.Struct(">HL")
 Fields = Sequence[tuple[bytes, bytes]]
@@ -191,7 +195,7 @@ class GrpcConnection:
         return messages
 
     def _read(self, data: bytes, messages: list[bytes]) -> None:
-        position, end = 0, len(data)
+        position, end, idle = 0, len(data), 0
         while end - position >= 9:
             high, low, kind, flags, stream = _FRAME.unpack_from(data, position)
             length = high << 8 | low
@@ -202,6 +206,10 @@ class GrpcConnection:
                 break
             position = begin + length
             # All that is usual is data, of whole messages; see to it here, and quickly.
+            if not length or kind != DATA:
+                idle += 1 + (length >> 5)
+                if idle > _MOST_IDLE:  # else each read of a flood keeps all others waiting
+                    raise ProtocolError(f"more than {_MOST_IDLE} frames at once that say nothing")
             if kind == DATA and self._block is None:
                 self._unread += length
                 if stream & _MAX_WINDOW != self._stream:

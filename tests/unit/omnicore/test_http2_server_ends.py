@@ -207,6 +207,38 @@ def test_messages_before_a_fault_arrive() -> None:
     assert connection.gone
 
 
+IDLE = {
+    "settings": settings(),
+    "long settings": settings(*[(http2.INITIAL_WINDOW_SIZE, 65_535)] * 2730),
+    "pings": frame(http2.PING, 0, 0, bytes(8)),
+    "room": window_update(0, 1),
+    "empty data": data(b""),
+    "resets of other streams": reset(3, 8),
+    "priorities": frame(http2.PRIORITY, 0, 1, bytes(5)),
+    "refused streams": headers(*REQUEST, stream=3),
+    "what nobody knows": frame(99, 0, 1, bytes(100)),
+}
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_a_flood_of_frames_that_say_nothing(name: str) -> None:
+    """What comes in one read is handled in one go: who sends as many keeps everybody waiting."""
+    wire = IDLE[name]
+    most = 4096 // (1 + (len(wire) - 9) // 32)
+    connection = asked()
+    for _ in range(3):
+        connection.receive(wire * most + data(grpc_message(b"")))
+        assert not connection.gone
+    assert connection.receive(data(grpc_message(b"one")) + wire * (most + 1)) == [b"one"]
+    assert "4096 frames" in connection.gone
+
+
+def test_headers_that_are_continued_with_nothing() -> None:
+    connection = GrpcServerConnection(LIMIT)
+    connection.receive(BEGUN + frame(http2.HEADERS, 0, 1) + frame(http2.CONTINUATION, 0, 1) * 4097)
+    assert "4096 frames" in connection.gone
+
+
 FRAMES = st.builds(
     frame,
     st.integers(0, 11),
