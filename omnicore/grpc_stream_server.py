@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError
 from omnicore import errors
 from omnicore.grpc_stream import KEEPALIVE_S, KEEPALIVE_TIMEOUT_S, TLS_GOODBYE_S, StreamProtocol
 from omnicore.http2_server import GrpcServerConnection
+from omnicore.listen import cannot_listen
 from omnicore.log import get_logger
 from omnicore.rpc import MAX_MESSAGE_BYTES
 
@@ -267,9 +268,7 @@ class StreamServer:
                 address[:2], family=family, backlog=_BACKLOG, dualstack_ipv6=every and socket.has_dualstack_ipv6()
             )
         except OSError as error:
-            raise errors.UnavailableError(
-                f"cannot listen on {host}:{port}: {error}", reason="BIND", metadata={"address": f"{host}:{port}"}
-            ) from error
+            raise cannot_listen(host, port, error, reason="BIND") from error
         listener.setblocking(False)
         self._listener = listener
         self._listen()

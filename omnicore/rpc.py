@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION_SERVIC
 
 from omnicore import errors
 from omnicore.config import join_host_port
+from omnicore.listen import cannot_listen
 from omnicore.log import get_logger
 
 if TYPE_CHECKING:
@@ -241,12 +242,8 @@ async def serve(
             server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
         )
     except RuntimeError as error:
-        raise errors.UnavailableError(
-            f"cannot listen on {address}: {error}", reason="ADDRESS_IN_USE", metadata={"address": address}
-        ) from error
+        raise cannot_listen(host, port, None) from error
     if bound == 0:
-        raise errors.UnavailableError(
-            f"cannot listen on {address}", reason="ADDRESS_IN_USE", metadata={"address": address}
-        )
+        raise cannot_listen(host, port, None)
     await server.start()
     return RunningServer(server, bound, health_servicer, tuple(service_names))

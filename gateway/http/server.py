@@ -8,7 +8,7 @@ import ssl
 
 from gateway.http.connection import Connection
 from gateway.http.server_roles import AnswerNow, Application
-from omnicore import errors
+from omnicore.listen import cannot_listen
 
 _BACKLOG = 2048
 _CLOSE_GRACE_S = 1.0
@@ -118,9 +118,5 @@ def _bind(host: str, port: int, reuse_port: bool) -> socket.socket:
         listener.setblocking(False)
     except OSError as error:
         listener.close()
-        raise errors.UnavailableError(
-            f"cannot listen on {host}:{port}: {error.strerror}",
-            reason="ADDRESS_IN_USE",
-            metadata={"address": f"{host}:{port}"},
-        ) from error
+        raise cannot_listen(host, port, error) from error
     return listener
