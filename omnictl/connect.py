@@ -41,6 +41,11 @@ if TYPE_CHECKING:
     from omni.v1.registry_service_pb2_grpc import RegistryServiceAsyncStub
 
 _PAGE_SIZE = 500
+_HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""The preface and SETTINGS without content: RFC 9113, 3.4."""
+_HTTP2_FRAME_HEAD = 9
+_HTTP2_FRAME_TYPE = 3
+_HTTP2_SETTINGS = 4
 
 
 class ControlPlane:
@@ -207,7 +212,9 @@ async def _why_not(address: str, settings: Settings, role: Role) -> str:
     secure = bool(settings.security.tls_ca)
     try:
         context = _tls_context(settings.security) if secure else None
-        _, writer = await asyncio.open_connection(host, port, ssl=context, server_hostname=name if secure else None)
+        reader, writer = await asyncio.open_connection(
+            host, port, ssl=context, server_hostname=name if secure else None
+        )
     except ssl.SSLCertVerificationError as error:
         return f"its certificate is not accepted as that of {name}: {error.verify_message or error.reason}"
     except ssl.SSLError as error:
@@ -216,10 +223,26 @@ async def _why_not(address: str, settings: Settings, role: Role) -> str:
         # A name with several addresses fails with all reasons in one text.
         known = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
         return (known or str(error)).lower() or "connection lost"
-    writer.close()
+    try:
+        serves = not secure and await _speaks_http2(reader, writer)
+    finally:
+        writer.close()
+    if serves:
+        return (
+            "the connection broke before it answered, and now it does: it, or a process of it, started anew; try again"
+        )
     if secure:
         return "it ended the connection: does it know the authority of our certificate?"
     return "it does not speak gRPC in plaintext: is that an HTTP port, or does it want --tls-ca, --tls-cert, --tls-key?"
+
+
+async def _speaks_http2(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    """Whether a greeting is answered by one, as every server of gRPC does. Who says nothing is waited for."""
+    writer.write(_HTTP2_GREETING)
+    try:
+        return (await reader.readexactly(_HTTP2_FRAME_HEAD))[_HTTP2_FRAME_TYPE] == _HTTP2_SETTINGS
+    except (asyncio.IncompleteReadError, OSError):
+        return False
 
 
 def _tls_context(security: SecurityConfig) -> ssl.SSLContext:
