@@ -20,11 +20,14 @@ def cannot_listen(host: str, port: int, error: OSError | None, reason: str = "AD
     """The error of a service that cannot have ``host:port``; ``error`` None: the kernel is asked why."""
     address = join_host_port(host, port)
     error = error or _why_not(host, port)
-    # Names that resolve to nothing have an errno of their own, below 0; asyncio and ``socket`` add words to the rest.
-    known = error and (os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error))
-    what = ": ".join(filter(None, (f"cannot listen on {address}", known)))
-    to_do = _WHAT_TO_DO.get(error.errno or 0, "") if error else ""
-    return UnavailableError("; ".join(filter(None, (what, to_do))), reason=reason, metadata={"address": address})
+    message = f"cannot listen on {address}"
+    if error is not None:
+        number = error.errno or 0
+        # Names that resolve to nothing have numbers of their own, below 0; to the others ``socket`` adds words.
+        message += f": {os.strerror(number) if number > 0 else error.strerror or error}"
+        if to_do := _WHAT_TO_DO.get(number):
+            message += f"; {to_do}"
+    return UnavailableError(message, reason=reason, metadata={"address": address})
 
 
 def _why_not(host: str, port: int) -> OSError | None:
