@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import h2.config
 import h2.connection
 import h2.events
+import h2.settings
+from hypothesis import strategies as st
 
 from omnicore.http2 import GrpcConnection
+from tests.support.http2 import grpc_message
 
 E = TypeVar("E", bound=h2.events.Event)
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("send"), st.integers(0, 50_000) | st.integers(0, 50)),
+        st.tuples(st.just("read"), st.integers(1, 70_000)),
+        st.tuples(st.just("window"), st.integers(0, 200_000)),
+        st.tuples(st.just("frame size"), st.integers(16_384, 2**24 - 1)),
+    ),
+    max_size=40,
+)
+"""What ours sends, and what the peer makes of its room meanwhile; see ``H2Peer.take``."""
+WAITS = [("send", 200_000), ("window", 10), ("send", 3), ("window", 300_000), ("send", 1)]
+"""Steps in which messages wait, and others follow them."""
 
 
 class H2Peer:
@@ -50,3 +67,31 @@ class H2Peer:
     def of(self, kind: type[E]) -> list[E]:
         """The events of one kind."""
         return [event for event in self.events if isinstance(event, kind)]
+
+    def take(self, steps: Sequence[tuple[str, int]]) -> bytes:
+        """Go through ``STEPS``; returns all that ours was given to send. What it says to wait is what has not come."""
+        sent = bytearray()
+        unread = 0
+        for number, (what, value) in enumerate(steps):
+            before = len(self.body)
+            if what == "send":
+                message = bytes([number]) * value
+                sent += grpc_message(message)
+                self.say(message)  # h2 raises if it is too much
+            elif what == "read" and unread:
+                self.h2.acknowledge_received_data(min(value, unread), 1)
+                unread -= min(value, unread)
+            elif what == "window":
+                self.h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: value})
+            elif what == "frame size":
+                self.h2.update_settings({h2.settings.SettingCodes.MAX_FRAME_SIZE: value})
+            self.turn()
+            unread += len(self.body) - before
+            assert self._ours.queued_bytes == len(sent) - len(self.body)
+        return bytes(sent)
+
+    def make_room(self) -> None:
+        """For all that may come."""
+        self.h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 2**30})
+        self.h2.increment_flow_control_window(2**30)
+        self.turn()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from omnicore import http2
 from omnicore.http2 import ACK, frame, settings
 from omnicore.http2_client import GrpcClientConnection
-from tests.support.h2_peer import H2Peer
+from tests.support.h2_peer import STEPS, WAITS, H2Peer
 from tests.support.http2 import (
     LIMIT,
     METHOD,
@@ -187,40 +187,15 @@ def test_a_message_up_to_the_limit_and_beyond_it() -> None:
 # -- sending --
 
 
-SEND = st.tuples(st.just("send"), st.integers(0, 50_000) | st.integers(0, 50))
-READ = st.tuples(st.just("read"), st.integers(1, 70_000))
-WINDOW = st.tuples(st.just("window"), st.integers(0, 200_000))
-FRAME_SIZE = st.tuples(st.just("frame size"), st.integers(16_384, 2**24 - 1))
-
-
 @examples(max_examples=50)
-@given(st.lists(SEND | READ | WINDOW | FRAME_SIZE, max_size=40))
-@example([("send", 200_000), ("window", 10), ("send", 3), ("window", 300_000), ("send", 1)])
+@given(STEPS)
+@example(WAITS)
 def test_never_more_is_sent_than_the_server_has_room_for(steps: Sequence[tuple[str, int]]) -> None:
     server = Server()
     server.turn()
     server.respond()
-    sent = bytearray()
-    unread = 0
-    for number, (what, value) in enumerate(steps):
-        before = len(server.body)
-        if what == "send":
-            message = bytes([number]) * value
-            sent += grpc_message(message)
-            server.say(message)  # h2 raises if it is too much
-        elif what == "read" and unread:
-            server.h2.acknowledge_received_data(min(value, unread), 1)
-            unread -= min(value, unread)
-        elif what == "window":
-            server.h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: value})
-        elif what == "frame size":
-            server.h2.update_settings({h2.settings.SettingCodes.MAX_FRAME_SIZE: value})
-        server.turn()
-        unread += len(server.body) - before
-        assert server.client.queued_bytes == len(sent) - len(server.body)
-    server.h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 2**30})
-    server.h2.increment_flow_control_window(2**30)
-    server.turn()
+    sent = server.take(steps)
+    server.make_room()
     assert server.body == sent
     assert server.client.queued_bytes == 0
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from omnicore import http2
 from omnicore.http2 import END_STREAM, PREFACE, frame, settings
 from omnicore.http2_server import GrpcServerConnection
-from tests.support.h2_peer import H2Peer
+from tests.support.h2_peer import STEPS, WAITS, H2Peer
 from tests.support.http2 import (
     LIMIT,
     METHOD,
@@ -245,47 +245,22 @@ def test_a_message_up_to_the_limit() -> None:
 # -- sending --
 
 
-SEND = st.tuples(st.just("send"), st.integers(0, 50_000) | st.integers(0, 50))
-READ = st.tuples(st.just("read"), st.integers(1, 70_000))
-WINDOW = st.tuples(st.just("window"), st.integers(0, 200_000))
-FRAME_SIZE = st.tuples(st.just("frame size"), st.integers(16_384, 2**24 - 1))
-
-
 @examples(max_examples=50)
-@given(st.lists(SEND | READ | WINDOW | FRAME_SIZE, max_size=40), st.sampled_from(["first", "last", "never"]))
-@example([("send", 200_000), ("window", 10), ("send", 3), ("window", 300_000), ("send", 1)], "last")
+@given(STEPS, st.sampled_from(["first", "last", "never"]))
+@example(WAITS, "last")
 def test_never_more_is_sent_than_the_client_has_room_for(steps: Sequence[tuple[str, int]], half_close: str) -> None:
     client = Client()
     client.ask(end=half_close == "first")
     server = client.server
     server.respond()
-    sent = bytearray()
-    unread = 0
-    for number, (what, value) in enumerate(steps):
-        before = len(client.body)
-        if what == "send":
-            message = bytes([number]) * value
-            sent += grpc_message(message)
-            client.say(message)  # h2 raises if it is too much
-        elif what == "read" and unread:
-            client.h2.acknowledge_received_data(min(value, unread), 1)
-            unread -= min(value, unread)
-        elif what == "window":
-            client.h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: value})
-        elif what == "frame size":
-            client.h2.update_settings({h2.settings.SettingCodes.MAX_FRAME_SIZE: value})
-        client.turn()
-        unread += len(client.body) - before
-        assert server.queued_bytes == len(sent) - len(client.body)
+    sent = client.take(steps)
     server.finish(Code.OK, "")
     client.turn()
     assert bool(client.of(h2.events.TrailersReceived)) == (client.body == sent), "they come last, and are not held up"
     if client.body != sent:
         if half_close == "last":
             client.h2.end_stream(1)
-        client.h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 2**30})
-        client.h2.increment_flow_control_window(2**30)
-        client.turn()
+        client.make_room()
     assert client.body == sent
     assert server.queued_bytes == 0
     assert [type(event) for event in client.events[-3:]] == [
