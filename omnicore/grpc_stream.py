@@ -104,7 +104,10 @@ class StreamProtocol(asyncio.Protocol):
         if self._transport is not None:
             self._flush()
             # What the peer has not read by now it need not read any more, and may never.
-            self._transport.abort() if self._transport.get_write_buffer_size() else self._transport.close()
+            if self._transport.get_write_buffer_size():
+                self._transport.abort()
+            else:
+                self._transport.close()
 
     def _stop_asking(self) -> None:
         if self._keepalive is not None:
