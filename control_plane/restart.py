@@ -265,7 +265,8 @@ class Restarts:
         state = "no process has registered" if now is None else f"its successor is {states.name(now.replica.state)}"
         return DeadlineExceededError(
             f"replica {row.key} left, and is not back within {limit_s:g} s ({state}): is it under a supervisor that "
-            "starts it again? The rest of the stage was not touched; repeat with the same request id to go on",
+            "starts it again? The rest of the stage was not touched: with the same request_id this goes on, with "
+            "another one it begins anew",
             reason="RESTART_NOT_BACK",
             metadata={"replica": row.key, "host": row.replica.placement.host, "waited_s": f"{limit_s:g}"},
         )

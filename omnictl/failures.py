@@ -16,7 +16,10 @@ _HINTS: dict[str, str] = {
     "TOO_MANY_WATCHES": "end one of them, or ask another control plane with --server",
     "REPLICA_UNHEALTHY": "'omnictl get replicas' shows it; --skip-unhealthy leaves such replicas out",
     "RESTART_RUNS": "wait for it, or look at 'omnictl watch replicas'",
-    "RESTART_NOT_BACK": "look at its launcher's log; 'omnictl get replicas' shows who is there",
+    "RESTART_NOT_BACK": (
+        "look at its launcher's log, or start it by hand; once 'omnictl get replicas' shows it, "
+        "the same command begins anew"
+    ),
     "INVALID_API_KEY": "name a file with your API key: --api-key-file; 'omnictl api-key create' makes keys",
     "ADDRESS_IN_USE": "stop what listens there, or choose another port",
 }
