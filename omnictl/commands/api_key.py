@@ -152,10 +152,24 @@ def _append(path: Path, line: str) -> None:
             fcntl.flock(file, fcntl.LOCK_EX)
             content = file.read()
             addition = (b"" if not content or content.endswith(b"\n") else b"\n") + line.encode() + b"\n"
-            api_keys.parse(str(path), content + addition)
+            _check(path, content, addition)
             file.write(addition)
     except OSError as error:
         raise InvalidRequestError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _check(path: Path, content: bytes, addition: bytes) -> None:
+    """Raise unless ``content`` and ``addition`` make a file of keys; a fault of the latter is not one of the file."""
+    whole = content + addition
+    last = whole.count(b"\n")
+    try:
+        api_keys.parse(str(path), whole)
+    except InvalidRequestError as error:
+        _, ours, fault = error.message.partition(f"line {last} of the file: ")
+        if not ours:
+            raise
+        told = f"not added, {fault}; choose another, or take that line out"
+        raise InvalidRequestError.field(str(path), told) from None
 
 
 def _read(path: Path) -> KeyTable:

@@ -29,7 +29,8 @@ def test_create_appends_a_line_that_finds_the_key(tmp_path: Path, capsys: pytest
 
     before = path.read_bytes()
     assert main(words) == 2, "an id is given once"
-    assert "its id 'alice' is in line 1 already" in capsys.readouterr().err
+    told = f"error: {path}: not added, its id 'alice' is in line 1 already; choose another, or take that line out"
+    assert capsys.readouterr().err.splitlines()[0] == told
     assert path.read_bytes() == before
 
 
