@@ -110,9 +110,10 @@ def _probe(url: str, timeout_s: float) -> tuple[int, str]:
 
 
 def _text(address: str, cluster: admin_service_pb2.GetClusterStatusResponse, gateway: _GatewayStatus) -> str:
-    where = gateway.address or "-"
+    where = gateway.address
     if gateway.http:
         where += f", {gateway.http}"
+    state = f"{'ready' if gateway.ready else 'not ready'} at {where}" if gateway.address else "not asked"
     store = "healthy" if cluster.store_healthy else "not answering: the cluster goes on with what it last knew"
     lines = [
         f"Cluster:        {cluster.cluster}",
@@ -120,8 +121,7 @@ def _text(address: str, cluster: admin_service_pb2.GetClusterStatusResponse, gat
         f"                version {cluster.version or 'unknown'}, revision {cluster.revision}, "
         f"{output.plural(cluster.watchers, 'watcher')}",
         f"Store:          {store}",
-        f"Gateway:        {'ready' if gateway.ready else 'not ready'} at {where}"
-        + (f" ({gateway.detail})" if gateway.detail else ""),
+        f"Gateway:        {state}" + (f" ({gateway.detail})" if gateway.detail else ""),
     ]
     if not cluster.stages:
         return "\n".join([*lines, "Pipelines:      none; apply one with 'omnictl apply -f FILE'"])

@@ -35,6 +35,14 @@ def test_status_without_gateway_says_so_and_is_code_6(cluster: Cli) -> None:
     assert "connection refused" in done.out
 
 
+def test_status_of_services_that_were_started_by_hand_says_that_the_gateway_was_not_named(
+    cluster: Cli, tmp_path: Path
+) -> None:
+    done = Cli(tmp_path).run("status", "--server", cluster.known()["server"])
+    assert done.code == 6
+    assert "Gateway:        not asked (no address: pass --gateway or set OMNICTL_GATEWAY)" in done.out
+
+
 def test_tables(cluster: Cli) -> None:
     assert cluster.ok("get", "pipelines").splitlines()[1].split()[:4] == ["speech", "3/3", "4", "chat,speech"]
     stages = [line.split() for line in cluster.ok("get", "stages", "speech").splitlines()]
