@@ -80,7 +80,9 @@ class GatewayApp:
 async def _not_found(exchange: Exchange, found: Match[Handler]) -> None:
     what = f"{exchange.method} {exchange.path}"
     if not found.allowed:
-        await exchange.error(errors.NotFoundError(f"{what}: no such path", reason="PATH_NOT_FOUND"))
+        await exchange.error(
+            errors.NotFoundError(f"{what}: no such path; /docs shows those that there are", reason="PATH_NOT_FOUND")
+        )
         return
     allowed = ", ".join(found.allowed)
     error = errors.InvalidRequestError(f"{what}: this path takes {allowed}", reason="METHOD_NOT_ALLOWED")

@@ -146,7 +146,12 @@ class RestApi:
             )
             await _send_error(exchange, error, 405, ((b"allow", allowed.encode()),))
         else:
-            await _send_error(exchange, errors.NotFoundError(f"{what}: no such path", reason="PATH_NOT_FOUND"))
+            await _send_error(
+                exchange,
+                errors.NotFoundError(
+                    f"{what}: no such path; /docs shows those that there are", reason="PATH_NOT_FOUND"
+                ),
+            )
 
     async def _stream(
         self, exchange: Exchange, route: Route, responses: AsyncGenerator[Message, None], guard: _Guard
