@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The same with curl. Usage: curl.sh http://127.0.0.1:8000 MODEL
 set -euo pipefail
-server=$1 model=$2
+server=${1:?usage: curl.sh http://HOST:PORT MODEL} model=${2:?usage: curl.sh http://HOST:PORT MODEL}
 
 curl -sS --fail-with-body "$server/v1/models"
 echo

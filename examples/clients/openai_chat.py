@@ -6,6 +6,7 @@ python openai_chat.py http://127.0.0.1:8000 speech "What is the capital of Franc
 from __future__ import annotations
 
 import base64
+import os
 import sys
 import wave
 
@@ -14,7 +15,7 @@ from openai import OpenAI
 
 def main(server: str, model: str, question: str, wav_path: str) -> None:
     """Stream the answer's text to the terminal and its speech to ``wav_path``."""
-    client = OpenAI(base_url=f"{server}/v1", api_key="unused")
+    client = OpenAI(base_url=f"{server}/v1", api_key=os.environ.get("OPENAI_API_KEY", "unused"))
     stream = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": question}],

@@ -2,7 +2,7 @@
 # The gateway's RPCs with curl: one answer, a stream of lines, a stream of events, an error.
 # Usage: rest.sh http://127.0.0.1:8000 MODEL
 set -euo pipefail
-server=$1 model=$2
+server=${1:?usage: rest.sh http://HOST:PORT MODEL} model=${2:?usage: rest.sh http://HOST:PORT MODEL}
 json='content-type: application/json'
 request='{
   "model": "'"$model"'",
