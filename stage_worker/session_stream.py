@@ -6,11 +6,15 @@ from __future__ import annotations
 import asyncio
 
 from omni.v1 import stage_service_pb2 as pb
+from omnicore.errors import ResourceExhaustedError
 from omnicore.grpc_stream_server import ServedStream
+from stage_worker.frames import PART_OVERHEAD_BYTES
 from stage_worker.session import Session
 from stage_worker.sessions import HELLO_TIMEOUT_S, SessionSet, no_hello
 
 METHOD = "/omni.v1.StageService/Session"
+_MOST_EARLY = 1024 * 1024
+"""Bytes that are kept before the welcome, which takes seconds while a claim is asked for. Gateways wait for it."""
 
 
 class SessionStream:
@@ -23,6 +27,7 @@ class SessionStream:
         self._opening: asyncio.Task[None] | None = None
         self._early: list[pb.SessionRequest] = []
         """What came while the session was being opened."""
+        self._early_bytes = 0
         self._half_closed = False
         self._limit = asyncio.get_running_loop().call_later(HELLO_TIMEOUT_S, stream.finish, no_hello())
 
@@ -32,6 +37,9 @@ class SessionStream:
         if self._session is not None:
             self._session.take(frame)
         elif self._opening is not None:
+            self._early_bytes += len(message) + PART_OVERHEAD_BYTES
+            if self._early_bytes > _MOST_EARLY:
+                raise ResourceExhaustedError(f"more than {_MOST_EARLY} bytes before the welcome", reason="TOO_EARLY")
             self._early.append(frame)
         else:
             self._limit.cancel()

@@ -122,6 +122,21 @@ async def test_what_a_session_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         await wait_until(lambda: not len(worker.sessions), what="the end of the sessions")
 
 
+async def test_what_is_kept_for_a_gateway_before_the_welcome_is_bounded() -> None:
+    """While a claim is asked for, the welcome may take seconds, in which somebody could send gigabytes."""
+    calls = [call(f"{number}", "x" * 300_000) for number in range(4)]
+    for number, early in enumerate(calls, 1):
+        early.call_id = number
+    frames = [pb.SessionRequest(calls=[early]).SerializeToString() for early in calls]
+    async with local_worker(pipeline({"tokens": 2}), 0) as worker:
+        for messages in (frames, [b""] * 20_000):
+            with worker.identity.claiming():
+                refused = await refusal(worker, hello(worker, epoch=1), *messages)
+            assert isinstance(refused, errors.ResourceExhaustedError), refused
+        await wait_until(lambda: not worker.sessions, what="the end of the sessions")
+        await assert_empty([worker])
+
+
 async def test_a_gateway_that_does_not_read_stops_only_itself() -> None:
     plan = pipeline({}, {}, {"chunks": 10_000, "seconds_per_chunk": 1})
     async with local_worker(plan, 2) as worker, TcpProxy(worker.identity.session_endpoint) as proxy:
