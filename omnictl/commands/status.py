@@ -41,7 +41,7 @@ def add(commands: Commands) -> None:
         _run,
         description="Show whether the cluster can serve, and what is missing.",
         examples=("omnictl status", "# wait until it serves", "until omnictl status > /dev/null; do sleep 1; done"),
-        notes="Exit code 0 if everything can serve, 6 if not.",
+        notes="Exit code 0 if everything can serve, 6 if not, or if no gateway is named that could be asked.",
     )
     add_output_flag(parser, ("text", "json", "yaml"))
 
