@@ -176,7 +176,8 @@ def _read(path: Path) -> KeyTable:
     try:
         return api_keys.parse(str(path), path.read_bytes())
     except FileNotFoundError:
-        raise NotFoundError(f"there is no file {path}") from None
+        hint = "'omnictl api-key create ID --file FILE' makes one"
+        raise NotFoundError(f"there is no file {path}", metadata={"hint": hint}) from None
     except OSError as error:
         raise InvalidRequestError(f"cannot read {path}: {error.strerror}") from error
 

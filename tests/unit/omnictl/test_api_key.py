@@ -73,4 +73,6 @@ def test_wrong_input(words: list[str], message: str, capsys: pytest.CaptureFixtu
 
 def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["api-key", "list", "--file", str(tmp_path / "none")]) == 4
-    assert "there is no file" in capsys.readouterr().err
+    first, hint = capsys.readouterr().err.splitlines()
+    assert "there is no file" in first
+    assert hint == "hint: 'omnictl api-key create ID --file FILE' makes one"

@@ -13,6 +13,11 @@ from omnictl import failures
             errors.NotFoundError("no pipeline 'x'; known: speech"),
             "error: no pipeline 'x'; known: speech\nhint: 'omnictl get pipelines|stages|replicas' lists what exists",
         ),
+        # Of a file of the user's, which no cluster can list.
+        (
+            errors.NotFoundError("no context 'x'", reason="CONTEXT_NOT_FOUND"),
+            "hint: 'omnictl context list' shows those that there are",
+        ),
         (errors.ResourceExhaustedError("too many requests", retry_after_s=1.5), "hint: try again in 1.5 s"),
         (errors.InvalidRequestError("bad", reason="USAGE"), "hint: see 'omnictl get --help'"),
         (errors.UnavailableError("x", metadata={"hint": "do this"}), "hint: do this"),
