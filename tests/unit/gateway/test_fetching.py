@@ -23,13 +23,20 @@ Answer = Callable[[str], bytes]
 async def serving(answer: Answer, limit_bytes: int = MAX_MEDIA_BYTES) -> AsyncIterator[MediaFetcher]:
     """A fetcher for "media.test", which is a server of this process that answers each path."""
 
+    served: set[asyncio.Task[None]] = set()
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        served.add(task)
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         assert "Host: media.test\r\n" in head
         writer.write(answer(head.split(" ")[1]))
         with contextlib.suppress(ConnectionError):
             await writer.drain()
         writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
@@ -40,6 +47,7 @@ async def serving(answer: Answer, limit_bytes: int = MAX_MEDIA_BYTES) -> AsyncIt
 
     async with server:
         yield MediaFetcher(["Media.Test"], resolve, limit_bytes=limit_bytes)
+        await asyncio.gather(*served)  # their clients have left
 
 
 async def fetch(fetcher: MediaFetcher, url: str) -> prompt_pb2.MediaPart:
