@@ -7,6 +7,7 @@ to the socket at once. All else of gRPC, and every other stream, goes through ``
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import dataclasses
@@ -45,7 +46,7 @@ class Dial:
     """For whom the certificate must be; empty: for the host."""
 
 
-class StreamProtocol(asyncio.Protocol):
+class StreamProtocol(asyncio.Protocol, abc.ABC):
     """What both ends of a stream do with its connection: read, write, and see whether there is still anybody."""
 
     def __init__(
@@ -62,9 +63,9 @@ class StreamProtocol(asyncio.Protocol):
         self._heard_s = self._loop.time()
         self._keepalive: asyncio.TimerHandle | None = None
 
+    @abc.abstractmethod
     def _lost(self, why: str) -> None:
         """There is nobody any more."""
-        raise NotImplementedError
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Of ``asyncio.Protocol``."""

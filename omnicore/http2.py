@@ -11,6 +11,7 @@ threads (``bench.streams``), and on one session everything that a gateway and a 
 
 from __future__ import annotations
 
+import abc
 import base64
 import binascii
 import contextlib
@@ -68,7 +69,7 @@ FIRST_WINDOW_UPDATE = _window_update(0, WINDOW - _DEFAULT_WINDOW)
 """Makes the window of a connection as large as that of its stream."""
 
 
-class GrpcConnection:
+class GrpcConnection(abc.ABC):
     """What both sides do. A subclass says what opens the stream and what ends it."""
 
     def __init__(self, max_message_bytes: int) -> None:
@@ -99,22 +100,23 @@ class GrpcConnection:
 
     # -- what the sides do --
 
+    @abc.abstractmethod
     def _on_fields(self, stream: int, fields: Fields, *, ends_stream: bool) -> None:
         """A whole block of headers came. May raise ``ProtocolError``, as all of these."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _on_end_of_data(self) -> None:
         """The peer sends no more."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _on_reset(self, code: int) -> None:
         """The peer has reset the stream."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _on_goaway(self, last_stream: int, text: str) -> None:
         """The peer takes no streams above ``last_stream``."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _on_table_size(self, size: int) -> None:
         """The peer remembers so many bytes of headers, of those that follow the request's."""
 
@@ -122,9 +124,9 @@ class GrpcConnection:
         """Something came for a stream that is not ours."""
         raise ProtocolError(f"{what} on stream {stream}")
 
+    @abc.abstractmethod
     def _on_fault(self, error: ProtocolError) -> None:
         """The peer broke the protocol."""
-        raise NotImplementedError
 
     # -- sending --
 

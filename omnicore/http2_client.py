@@ -127,6 +127,9 @@ class GrpcClientConnection(GrpcConnection):
     def _on_reset(self, code: int) -> None:
         self._end(_OF_RESET.get(code, grpc.StatusCode.INTERNAL), f"the stream was reset with HTTP/2 error {code}")
 
+    def _on_table_size(self, size: int) -> None:
+        """We send no headers but the request's."""
+
     def _on_goaway(self, last_stream: int, text: str) -> None:
         self._goaway = text
         if last_stream < self._stream:
