@@ -69,7 +69,12 @@ async def _run(worker: Worker, config: StageWorkerConfig, stop: asyncio.Task[Non
         if await _first(starting, stop, stopping):
             starting.result()
             claim = worker.identity.current
-            ready = {"address": worker.identity.endpoint, "replica_id": claim.replica_id, "epoch": claim.epoch}
+            ready = {
+                "address": worker.identity.endpoint,
+                "sessions": worker.identity.session_endpoint,
+                "replica_id": claim.replica_id,
+                "epoch": claim.epoch,
+            }
             if worker.metrics_address:
                 ready["metrics"] = worker.metrics_address
             process.write_ready_file(config.ready_file, ready)

@@ -37,6 +37,7 @@ class Targets:
         return {
             "control plane": self.control_plane.ready["address"],
             "worker": self.worker.ready["address"],
+            "worker sessions": self.worker.ready["sessions"],
             "gateway": self.gateway.ready["grpc"],
             "gateway http": self.gateway.ready["http"],
         }

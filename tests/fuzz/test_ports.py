@@ -15,7 +15,7 @@ from tests.fuzz.messages import fuzz
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
-PORTS = ("control plane", "worker", "gateway", "gateway http")
+PORTS = ("control plane", "worker", "worker sessions", "gateway", "gateway http")
 HEADS = (
     b"",
     PREFACE,
