@@ -94,7 +94,12 @@ async def test_bug_48_a_storm_of_disconnects_aborts_each_call_once_in_few_frames
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(f"http://{stand.addresses['http']}", connector=connector) as http:
             body = {"model": "speech", "messages": USER, "stream": True, "modalities": ["text", "audio"]}
-            asking = [asyncio.create_task(http.post("/v1/chat/completions", json=body)) for _ in range(500)]
+
+            async def ask() -> None:
+                async with http.post("/v1/chat/completions", json=body) as response:  # some have begun to be answered
+                    await response.read()
+
+            asking = [asyncio.create_task(ask()) for _ in range(500)]
             await wait_until(lambda: all(len(w.running) == 500 for w in workers), what="500 requests at each stage")
             sessions = list(stand.gateway.router.sessions.values())
             frames = sum(session.frames_sent for session in sessions)
