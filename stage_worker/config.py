@@ -66,7 +66,10 @@ class StageWorkerConfig(ProcessConfig, SecurityConfig, TraceConfig):
         check=not_negative,
     )
     startup_timeout_s: float = option(
-        300.0, help="give up if the control plane, or the pipeline, is not there after this", check=positive
+        300.0,
+        help="give up if the control plane, or the pipeline, is not there after this; a worker that serves waits so long "
+        "for the pipeline at a control plane that has lost it",
+        check=positive,
     )
     engine_start_timeout_s: float = option(
         1800.0, help="give up if the engine has not started after this", check=positive, flags=("--stage-init-timeout",)

@@ -18,6 +18,7 @@ from omni.v1 import registry_service_pb2 as pb
 from omni.v1 import registry_service_pb2_grpc as pb_grpc
 from omni.v1 import types_pb2
 from omnicore.backoff import Backoff
+from omnicore.clock import Clock
 from omnicore.errors import (
     NotFoundError,
     OmniError,
@@ -61,7 +62,10 @@ class DirectiveHandler(Protocol):
 
 class Registrar:
     """The claim of one worker. ``describe`` builds the registration; ``preferred_replica_id`` is the one to ask for
-    first."""
+    first.
+
+    ``plan_wait_s``: a control plane that does not know the pipeline may get it so much later. One that was started
+    again with an empty store answers workers before whoever deploys the pipeline has come."""
 
     def __init__(
         self,
@@ -72,9 +76,13 @@ class Registrar:
         vitality: Vitality,
         load: LoadSource,
         handler: DirectiveHandler,
+        clock: Clock,
+        plan_wait_s: float,
         preferred_replica_id: int | None = None,
     ) -> None:
         self._client = client
+        self._clock = clock
+        self._plan_wait_s = plan_wait_s
         self._preferred_replica_id = preferred_replica_id
         self._identity = identity
         self._describe = describe
@@ -98,8 +106,28 @@ class Registrar:
 
     async def register(self, deadline_s: float | None, retry: tuple[type[OmniError], ...] = AWAY) -> None:
         """Claim a replica id. Raises what the control plane refuses with, but for ``retry``, and ``UnavailableError``
-        after the deadline (monotonic; None: never)."""
+        after the deadline (monotonic; None: never). ``NotFoundError`` for the pipeline comes at the deadline, too, or
+        ``plan_wait_s`` after the first one."""
+        plan_deadline_s = deadline_s
+        said = False
+        backoff = Backoff()
+        while True:
+            try:
+                return await self._claim(deadline_s, retry)
+            except NotFoundError as error:
+                now_s = self._clock.monotonic()
+                if plan_deadline_s is None:
+                    plan_deadline_s = now_s + self._plan_wait_s
+                delay_s = backoff.next_delay_s()
+                if error.reason != "PIPELINE_NOT_FOUND" or now_s + delay_s > plan_deadline_s:
+                    raise
+                if not said:
+                    _log.warning("waiting for the pipeline", control_plane=self._client.address, error=error.message)
+                    said = True
+            await self._client.next_address()
+            await asyncio.sleep(delay_s)
 
+    async def _claim(self, deadline_s: float | None, retry: tuple[type[OmniError], ...]) -> None:
         async def attempt(channel: grpc.aio.Channel) -> pb.RegisterResponse:
             return await pb_grpc.RegistryServiceStub(channel).Register(self._request())
 

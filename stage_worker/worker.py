@@ -114,6 +114,8 @@ class Worker:
             vitality=self.vitality,
             load=self.load,
             handler=self,
+            clock=clock,
+            plan_wait_s=config.startup_timeout_s,
             preferred_replica_id=config.preferred_replica_id if config.preferred_replica_id >= 0 else None,
         )
         self.agreement = RankAgreement(clock)

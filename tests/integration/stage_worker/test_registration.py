@@ -202,6 +202,30 @@ async def test_a_lost_lease_is_claimed_again_and_calls_go_on(services: Services)
             assert frames[-1].events[-1].finish.completion_tokens == 200
 
 
+async def test_a_control_plane_that_comes_back_empty_is_given_time_for_its_plans(services: Services) -> None:
+    address = f"127.0.0.1:{reserved_port()}"
+    first = await start_control_plane(services, listen=address)
+    async with registry(address) as table:
+        await table.apply()
+    patient = await services.start("stage-worker", *worker_flags(address))
+    first.kill()
+    second = await start_control_plane(services, listen=address)
+    await wait_until(lambda: "waiting for the pipeline" in patient.logs(), what="the wait")
+    async with registry(address) as table:
+        await table.apply()
+        replica = await table.until("back", state=READY)
+        assert replica.endpoint == patient.ready["address"]
+        assert "DRAINING" not in patient.logs()
+    await patient.terminate()
+
+    async with registry(address) as table:
+        hasty = await services.start("stage-worker", *worker_flags(address), "--startup-timeout-s", "1.5")
+    second.kill()
+    await start_control_plane(services, listen=address)
+    assert await hasty.wait_exit() == 0
+    assert "told to drain detail=\"no pipeline 'demo'" in hasty.logs(), "nobody deploys it again: it goes"
+
+
 async def test_drain_finishes_and_evict_stops(services: Services) -> None:
     control_plane = await start_control_plane(services)
     async with registry(control_plane.ready["address"]) as table:
