@@ -31,7 +31,7 @@ from omni.v1 import stage_service_pb2 as pb
 from omni.v1 import stage_service_pb2_grpc as pb_grpc
 from omnicore import rpc
 from omnicore.grpc_stream import Dial, GrpcStream, open_stream
-from omnicore.grpc_stream_server import ServedStream, StreamServer
+from omnicore.grpc_stream_server import ServedStream, StreamMethod, StreamServer
 
 EVENTS = 32
 PERIOD_S = 0.01
@@ -121,7 +121,7 @@ async def _serve() -> None:
 
     running = await rpc.serve(add, (), host="127.0.0.1", port=0)
 
-    own = StreamServer(_METHOD, _Handler)
+    own = StreamServer({_METHOD: StreamMethod(_Handler)})
     ports = {"grpc": running.port, "own": await own.start("127.0.0.1", 0)}
 
     async def answer(_: dict[str, Any]) -> dict[str, Any]:

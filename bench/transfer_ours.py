@@ -24,6 +24,7 @@ from omnicore import rpc
 from omnicore.clock import SYSTEM_CLOCK
 from stage_worker.flows import FlowTable
 from stage_worker.identity import Identity
+from stage_worker.subscriptions import SubscriptionSet
 from stage_worker.transfer_service import TransferServicer
 
 _HOST = "127.0.0.1"
@@ -60,7 +61,9 @@ class Worker:
         """Be reachable."""
         store = self.connectors.store
         flows = FlowTable(store.release, SYSTEM_CLOCK)
-        servicer = TransferServicer(self.identity, store, flows, RankAgreement(SYSTEM_CLOCK))
+        servicer = TransferServicer(
+            self.identity, store, SubscriptionSet(self.identity, flows), RankAgreement(SYSTEM_CLOCK)
+        )
         self._server = await rpc.serve(
             lambda server: transfer_service_pb2_grpc.add_TransferServiceServicer_to_server(servicer, server),
             [_SERVICE],

@@ -88,7 +88,8 @@ class CallMaker:
     @staticmethod
     def _set_source(source: stage_service_pb2.FlowSource, edge: pipeline_pb2.Edge, producer: StageRun) -> None:
         source.replica.CopyFrom(producer.ref)
-        source.endpoint = producer.session.record.endpoint
+        record = producer.session.record
+        source.endpoint, source.session_endpoint = record.endpoint, record.session_endpoint
         source.window = edge.window_size
 
     def _connector(self, run: StageRun, edge: pipeline_pb2.Edge) -> str:

@@ -1,4 +1,4 @@
-"""Serves one bidirectional gRPC method, each of its streams on a connection of its own: the other end of
+"""Serves a few bidirectional gRPC methods, each of their streams on a connection of its own: the other end of
 ``grpc_stream``, and of any gRPC client.
 
 gRPC's Python server wakes three threads for a message; here, too, nothing is scheduled between the socket and whoever
@@ -8,6 +8,7 @@ takes the messages. All other methods are served by ``omnicore.rpc``, at another
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import socket
 import ssl
@@ -18,6 +19,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from omnicore import errors
+from omnicore.config import join_host_port
 from omnicore.grpc_stream import KEEPALIVE_S, KEEPALIVE_TIMEOUT_S, TLS_GOODBYE_S, StreamProtocol
 from omnicore.http2_server import GrpcServerConnection
 from omnicore.listen import cannot_listen
@@ -56,6 +58,15 @@ class StreamHandler(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamMethod:
+    """A method that is served."""
+
+    new_handler: Callable[[ServedStream], StreamHandler]
+    keepalive_timeout_s: float = KEEPALIVE_TIMEOUT_S
+    """How long a client may take to answer a ping."""
+
+
 class StreamContext:
     """Who has opened a stream, as ``omnicore.authorize`` asks for it."""
 
@@ -85,7 +96,7 @@ class ServedStream(StreamProtocol):
 
     def __init__(self, server: StreamServer) -> None:
         connection = GrpcServerConnection(MAX_MESSAGE_BYTES)
-        super().__init__(connection, server.keepalive_s, server.keepalive_timeout_s)
+        super().__init__(connection, server.keepalive_s)
         self._connection: GrpcServerConnection = connection
         self._server = server
         self._handler: StreamHandler | None = None
@@ -117,7 +128,7 @@ class ServedStream(StreamProtocol):
         else:
             typed = errors.from_exception(error)
             if isinstance(typed, errors.InternalError) and typed is not error:
-                _log.exception("stream failed", method=self._server.path)
+                _log.exception("stream failed", method=self._connection.path)
             self._connection.finish(typed.code, typed.message, errors.trailers(typed))
         self._end()
         self._say_goodbye()
@@ -149,7 +160,7 @@ class ServedStream(StreamProtocol):
                     self._half_close_told = True
                     self._handler.on_half_close()
         except DecodeError as error:
-            what = f"not a request of {self._server.path}: {error}"
+            what = f"not a request of {connection.path}: {error}"
             self.finish(errors.InvalidRequestError(what, reason="MALFORMED_MESSAGE"))
         except Exception as error:  # noqa: BLE001 -- the edge of the process: everything becomes a status
             self.finish(error)
@@ -187,17 +198,19 @@ class ServedStream(StreamProtocol):
             self._end()
             return self._say_goodbye()
         assert self._transport is not None
-        if connection.path != server.path:
+        if (method := server.methods.get(connection.path)) is None:
+            served = " and ".join(sorted(server.methods))
             raise errors.UnimplementedError(
-                f"{connection.path} is not served here, only {server.path}", reason="UNKNOWN_METHOD"
+                f"{connection.path} is not served here, only {served}", reason="UNKNOWN_METHOD"
             )
         if connection.encoding != "identity":
             raise errors.UnimplementedError(
                 f"messages may not be compressed, and {connection.encoding} says that they are", reason="COMPRESSION"
             )
-        server.check(StreamContext(self._transport, connection.metadata))
+        server.check(connection.path, StreamContext(self._transport, connection.metadata))
         connection.respond()
-        self._handler = server.new_handler(self)
+        self._keepalive_timeout_s = method.keepalive_timeout_s
+        self._handler = method.new_handler(self)
         return None
 
     def _say_goodbye(self) -> None:
@@ -229,25 +242,21 @@ class ServedStream(StreamProtocol):
 
 
 class StreamServer:
-    """Serves ``path`` ("/package.Service/Method") from ``start`` to ``close``."""
+    """Serves ``methods``, by their paths ("/package.Service/Method"), from ``start`` to ``close``."""
 
     def __init__(
         self,
-        path: str,
-        new_handler: Callable[[ServedStream], StreamHandler],
+        methods: Mapping[str, StreamMethod],
         *,
-        check: Callable[[StreamContext], None] = lambda _: None,
+        check: Callable[[str, StreamContext], None] = lambda _path, _caller: None,
         tls: Callable[[], ssl.SSLContext | None] = lambda: None,
         keepalive_s: float = KEEPALIVE_S,
-        keepalive_timeout_s: float = KEEPALIVE_TIMEOUT_S,
     ) -> None:
-        """``check`` raises what a caller is refused with. ``tls`` is asked for every connection, so that changed
-        certificates are shown from the next one on; None: plaintext."""
-        self.path = path
-        self.new_handler = new_handler
+        """``check`` raises what a caller of a path is refused with. ``tls`` is asked for every connection, so that
+        changed certificates are shown from the next one on; None: plaintext."""
+        self.methods = methods
         self.check = check
         self.keepalive_s = keepalive_s
-        self.keepalive_timeout_s = keepalive_timeout_s
         self.streams: set[ServedStream] = set()
         """Connections that are open."""
         self._tls = tls
@@ -306,17 +315,17 @@ class StreamServer:
         """Not by ``sock_accept``, which may lose a connection when it is cancelled."""
         for _ in range(_BACKLOG):
             try:
-                connection, _ = listener.accept()
+                connection, peer = listener.accept()
             except (BlockingIOError, ConnectionAbortedError):  # none; one that is gone already
                 return
             except OSError as error:  # too many files open
-                _log.warning("cannot accept", method=self.path, reason=str(error))
+                _log.warning("cannot accept", port=listener.getsockname()[1], reason=str(error))
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(listener)
                 self._pause = loop.call_later(_ACCEPT_PAUSE_S, self._listen)
                 return
             connection.setblocking(False)
-            task = asyncio.create_task(self._greet(connection), name="greet")
+            task = asyncio.create_task(self._greet(connection, join_host_port(*peer[:2])), name="greet")
             self._greeting.add(task)
             task.add_done_callback(functools.partial(self._greeted, connection))
 
@@ -325,7 +334,7 @@ class StreamServer:
         if task.cancelled():  # it may not even have begun
             connection.close()
 
-    async def _greet(self, connection: socket.socket) -> None:
+    async def _greet(self, connection: socket.socket, peer: str) -> None:
         stream = ServedStream(self)
         tls: dict[str, Any] = {}
         try:
@@ -337,5 +346,5 @@ class StreamServer:
             stream.connection_lost(None)  # uvloop does not tell it, though it may have told of a connection
             raise
         except (OSError, errors.OmniError) as error:  # of TLS, mostly
-            _log.warning("connection refused", method=self.path, reason=str(error))
+            _log.warning("connection refused", peer=peer, reason=str(error))
             connection.close()

@@ -9,6 +9,7 @@ from connectors.channels import PeerChannels
 from connectors.connector_set import ConnectorSet
 from omni.v1 import pipeline_pb2
 from omnicore.clock import Clock
+from omnicore.grpc_stream import Dial
 from omnicore.tracing import SpanSink
 from stage_worker.calls import CallTable, WorkerParts
 from stage_worker.config import StageWorkerConfig
@@ -33,6 +34,7 @@ def make_parts(
     *,
     identity: Identity,
     channels: PeerChannels,
+    dial: Callable[[str], Dial],
     spans: SpanSink | None,
     on_calls_changed: Callable[[], None],
     clock: Clock,
@@ -68,7 +70,7 @@ def make_parts(
         engine=engine,
         connectors=connectors,
         flows=flows,
-        links=PeerLinks(lambda: identity.current, channels, reads),
+        links=PeerLinks(lambda: identity.current, dial, reads),
         releaser=Releaser(channels),
         reads=reads,
         metrics=metrics,

@@ -67,8 +67,8 @@ class StageWorkerConfig(ProcessConfig, SecurityConfig, TraceConfig):
     )
     startup_timeout_s: float = option(
         300.0,
-        help="give up if the control plane, or the pipeline, is not there after this; a worker that serves waits so long "
-        "for the pipeline at a control plane that has lost it",
+        help="give up if the control plane, or the pipeline, is not there after this; a worker that serves waits so "
+        "long for the pipeline at a control plane that has lost it",
         check=positive,
     )
     engine_start_timeout_s: float = option(

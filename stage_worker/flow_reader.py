@@ -37,13 +37,16 @@ class Peer:
     replica_id: int
     epoch: int
     endpoint: str
+    session_endpoint: str
+    """Where flows cost less; may be empty."""
     name: str
 
     @classmethod
     def of(cls, source: stage_service_pb2.FlowSource) -> Peer:
         """The producer that a call names."""
         ref = source.replica
-        return cls(ref.stage.stage_id, ref.replica_id, ref.epoch, source.endpoint, replica_name(ref))
+        where = source.endpoint, source.session_endpoint
+        return cls(ref.stage.stage_id, ref.replica_id, ref.epoch, *where, replica_name(ref))
 
     def metadata(self) -> dict[str, object]:
         """For errors about it."""

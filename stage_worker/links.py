@@ -11,12 +11,13 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
+import grpc
 import grpc.aio
 
-from connectors.channels import PeerChannels
-from omni.v1 import stage_service_pb2, transfer_pb2, transfer_service_pb2_grpc, types_pb2
+from omni.v1 import stage_service_pb2, transfer_pb2, types_pb2
 from omni.v1 import transfer_service_pb2 as pb
 from omnicore.errors import OmniError, UnavailableError, from_exception
+from omnicore.grpc_stream import Dial, GrpcStream, open_stream
 from omnicore.log import get_logger
 from stage_worker.flow_reader import SOURCE_WAIT_S, FlowReader, Peer
 from stage_worker.outbox import ReaderKey, reader_key
@@ -27,6 +28,13 @@ _log = get_logger(__name__)
 ACK_DELAY_S = 0.004
 """Acknowledgements of many flows leave together: a message costs as much as a chunk. Meanwhile the producer holds what
 was read."""
+CONNECT_TIMEOUT_S = 2.0
+"""As channels have it (``rpc.CHANNEL_OPTIONS``)."""
+KEEPALIVE_S = 2.0
+KEEPALIVE_TIMEOUT_S = 10.0
+"""Requests wait for each other's data, so a producer that vanished is noticed soon: after 12 s. A worker answers pings
+in its event loop, which a step of an engine may keep."""
+_METHOD = "/omni.v1.TransferService/Subscribe"
 _BEYOND_ANY_END = 2**64 - 1
 
 
@@ -40,7 +48,7 @@ class _Link:
         """How many messages have left."""
         self._flows: dict[ReaderKey, FlowReader] = {}
         self._request = first
-        self._wakeup = asyncio.Event()
+        self._stream: GrpcStream | None = None
         self._scheduled = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -88,23 +96,47 @@ class _Link:
     def is_reading(self, edge: transfer_pb2.EdgeRef) -> bool:
         return reader_key(edge) in self._flows
 
-    async def run(self, channel: grpc.aio.Channel) -> None:
-        """Until the stream ends; then every flow has failed."""
-        call = transfer_service_pb2_grpc.TransferServiceStub(channel).Subscribe(None)
-        writer = asyncio.create_task(self._write(call))
+    async def run(self, dial: Callable[[str], Dial]) -> None:
+        """Until the stream ends; then every flow has failed. ``dial`` tells how to reach an address; what it raises is
+        raised."""
         cause: BaseException | None = None
         try:
-            async for response in call:
-                for chunk in response.chunks:
-                    if (reader := self._flows.get(reader_key(chunk.edge))) is not None:
-                        reader.deliver(chunk)
+            async with contextlib.AsyncExitStack() as stack:
+                self._stream = await self._connect(dial, stack)
+                self._flush()
+                await self._stream.ended()
         except grpc.aio.AioRpcError as error:
             cause = error
         finally:
-            writer.cancel()
-            call.cancel()
+            self._stream = None
             self.fail(cause)
-            await asyncio.wait([writer])
+
+    async def _connect(self, dial: Callable[[str], Dial], stack: contextlib.AsyncExitStack) -> GrpcStream:
+        """Where flows cost less, or else where all of the peer's service is."""
+        peer = self.peer
+        addresses = [address for address in (peer.session_endpoint, peer.endpoint) if address]
+        while True:
+            address = addresses.pop(0)
+            stream = open_stream(
+                dial(address),
+                _METHOD,
+                self._receive,
+                keepalive_s=KEEPALIVE_S,
+                keepalive_timeout_s=KEEPALIVE_TIMEOUT_S,
+            )
+            try:
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    return await stack.enter_async_context(stream)
+            except (grpc.aio.AioRpcError, TimeoutError) as error:
+                if not addresses:
+                    raise
+                reason = from_exception(error).message or f"no answer within {CONNECT_TIMEOUT_S:g} s"
+                _log.info("another address is tried", peer=peer.name, instead_of=address, reason=reason)
+
+    def _receive(self, message: bytes) -> None:
+        for chunk in pb.SubscribeResponse.FromString(message).chunks:
+            if (reader := self._flows.get(reader_key(chunk.edge))) is not None:
+                reader.deliver(chunk)
 
     def fail(self, cause: BaseException | None) -> None:
         """Nothing comes any more: every flow has failed, because of ``cause``."""
@@ -124,38 +156,34 @@ class _Link:
 
     def _schedule(self) -> None:
         self._stop_timer()
-        if not self._scheduled:
+        if not self._scheduled and self._stream is not None:  # without, it leaves as soon as there is one
             self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._wakeup.set)
+            asyncio.get_running_loop().call_soon(self._flush)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    async def _write(self, call: grpc.aio.StreamStreamCall[pb.SubscribeRequest, pb.SubscribeResponse]) -> None:
-        # A write on a broken stream fails; the reader of the same stream gets the reason.
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            while True:
-                await self._wakeup.wait()
-                self._wakeup.clear()
-                self._scheduled = False
-                request, self._request = self._request, pb.SubscribeRequest()
-                self.frames += 1
-                await call.write(request)
+    def _flush(self) -> None:
+        self._scheduled = False
+        if self._stream is not None:
+            request, self._request = self._request, pb.SubscribeRequest()
+            self.frames += 1
+            self._stream.write(request.SerializeToString())
 
 
 class PeerLinks:
-    """All links of this worker. ``me`` is asked when a link is made."""
+    """All links of this worker. ``me`` is asked when a link is made, and ``dial`` how to reach the peer."""
 
     def __init__(
         self,
         me: Callable[[], types_pb2.ReplicaRef],
-        channels: PeerChannels,
+        dial: Callable[[str], Dial],
         reads: Reads,
     ) -> None:
         self._me = me
-        self._channels = channels
+        self._dial = dial
         self._reads = reads
         self.source_wait_s = SOURCE_WAIT_S
         """How long readers wait for another producer."""
@@ -206,9 +234,8 @@ class PeerLinks:
 
     async def _run(self, link: _Link) -> None:
         try:
-            with self._channels.use(link.peer.endpoint) as channel:
-                await link.run(channel)
-        except OmniError as error:  # no channel can be had to this address
+            await link.run(self._dial)
+        except OmniError as error:  # this address may not be dialled
             _log.error("no link", peer=link.peer.name, endpoint=link.peer.endpoint, reason=error.message)
             link.fail(error)
         except Exception as error:  # noqa: BLE001 -- the flows have failed; the worker goes on

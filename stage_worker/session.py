@@ -140,9 +140,9 @@ class Session:
         """Take the gateway's frames until it has no more. Raises as ``take``."""
         async for request in requests:
             self.take(request)
-        self.close_when_idle()
+        self.half_close()
 
-    def close_when_idle(self) -> None:
+    def half_close(self) -> None:
         """No more frames will come: end when the calls have."""
         self._half_closed = True
         self._maybe_close()

@@ -12,9 +12,6 @@ from stage_worker.calls import WorkerParts
 from stage_worker.progress import LoadSource, Vitality
 from stage_worker.session import Session
 
-HELLO_TIMEOUT_S = 10.0
-"""A stream that says nothing is closed after this."""
-
 
 class SessionSet:
     """The sessions of a worker, and their tasks."""

@@ -22,10 +22,11 @@ from omnicore.rpc import ServicerContext
 from stage_worker.calls import WorkerParts
 from stage_worker.engine import Tokenizing
 from stage_worker.frames import FrameWriter
+from stage_worker.greeted_stream import GREETING_TIMEOUT_S
 from stage_worker.progress import LoadSource
 from stage_worker.rpc_end import on_done
 from stage_worker.runner import CallRunner
-from stage_worker.sessions import HELLO_TIMEOUT_S, SessionSet, no_hello
+from stage_worker.sessions import SessionSet, no_hello
 
 
 class StageServicer(pb_grpc.StageServiceServicer):
@@ -51,7 +52,7 @@ class StageServicer(pb_grpc.StageServiceServicer):
         """Multiplex the calls of one gateway."""
         sessions = self._sessions
         try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
+            async with asyncio.timeout(GREETING_TIMEOUT_S):
                 first = await anext(request_iterator)
         except (StopAsyncIteration, TimeoutError):
             raise no_hello() from None

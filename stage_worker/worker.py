@@ -27,11 +27,11 @@ from omnicore.clock import SYSTEM_CLOCK, Clock
 from omnicore.config import join_host_port, split_host_port
 from omnicore.durations import to_duration
 from omnicore.errors import InternalError, OmniError, UnavailableError
-from omnicore.grpc_stream_server import StreamServer
+from omnicore.grpc_stream_server import StreamMethod, StreamServer
 from omnicore.log import get_logger
 from omnicore.metrics_http import MetricsServer
 from omnicore.security import Security
-from stage_worker import address, environment
+from stage_worker import address, environment, session_stream, subscriptions
 from stage_worker.assembly import make_parts
 from stage_worker.config import StageWorkerConfig
 from stage_worker.control_plane_client import ControlPlaneClient, fetch_plan
@@ -41,9 +41,10 @@ from stage_worker.engines import create_engine
 from stage_worker.identity import Identity
 from stage_worker.progress import LoadSource, Vitality
 from stage_worker.registrar import Registrar
-from stage_worker.session_stream import METHOD, SessionStream
+from stage_worker.session_stream import SessionStream
 from stage_worker.sessions import SessionSet
 from stage_worker.stage_service import StageServicer
+from stage_worker.subscriptions import SubscriptionSet, SubscriptionStream
 from stage_worker.transfer_service import TransferServicer
 
 _log = get_logger(__name__)
@@ -96,6 +97,7 @@ class Worker:
             engine_factory(stage, config.devices),
             identity=self.identity,
             channels=self.channels,
+            dial=self._security.dial_worker,
             spans=self._spans,
             on_calls_changed=self._on_calls_changed,
             clock=clock,
@@ -119,16 +121,20 @@ class Worker:
             preferred_replica_id=config.preferred_replica_id if config.preferred_replica_id >= 0 else None,
         )
         self.agreement = RankAgreement(clock)
-        self.transfer = TransferServicer(self.identity, connectors.store, self.parts.flows, self.agreement)
+        self.subscriptions = SubscriptionSet(self.identity, self.parts.flows)
         self.metrics_address = ""
         """Of GET /metrics, "host:port"; empty: not served."""
         self._metrics = MetricsServer(self.parts.metrics.scrape)
         self._kv_layout = ""
         self._server: rpc.RunningServer | None = None
         self._session_server = StreamServer(
-            METHOD,
-            lambda stream: SessionStream(self.sessions, stream),
-            check=lambda caller: self._security.check_caller(METHOD, caller),
+            {
+                session_stream.METHOD: StreamMethod(lambda stream: SessionStream(self.sessions, stream)),
+                subscriptions.METHOD: StreamMethod(
+                    lambda stream: SubscriptionStream(self.subscriptions, stream), subscriptions.KEEPALIVE_TIMEOUT_S
+                ),
+            },
+            check=self._security.check_caller,
             tls=self._security.server_context,
         )
         self._tasks: list[asyncio.Task[None]] = []
@@ -259,7 +265,8 @@ class Worker:
             call.abort(UnavailableError(why.message, reason=why.reason))
             await call.ended()
         await self.parts.releaser.close()
-        self.transfer.close()
+        self.agreement.close()
+        self.subscriptions.close()
         await self.parts.links.close()
         await self._metrics.close()
         await self._session_server.close()
@@ -281,7 +288,8 @@ class Worker:
     def _add_servicers(self, server: grpc.aio.Server) -> None:
         stage = StageServicer(self.parts, self.sessions, self.load, self.describe, self._on_control)
         stage_service_pb2_grpc.add_StageServiceServicer_to_server(stage, server)
-        transfer_service_pb2_grpc.add_TransferServiceServicer_to_server(self.transfer, server)
+        transfer = TransferServicer(self.identity, self.parts.connectors.store, self.subscriptions, self.agreement)
+        transfer_service_pb2_grpc.add_TransferServiceServicer_to_server(transfer, server)
 
     def describe(self) -> types_pb2.Replica:
         """This replica's record, as it sees itself."""

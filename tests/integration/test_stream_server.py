@@ -19,7 +19,7 @@ import uvloop
 from omnicore import errors, grpc_stream_server, rpc
 from omnicore.config import join_host_port
 from omnicore.grpc_stream import Dial, open_stream
-from omnicore.grpc_stream_server import StreamServer
+from omnicore.grpc_stream_server import StreamMethod, StreamServer
 from tests.support.ports import reserved_port
 from tests.support.processes import wait_until
 from tests.support.stream_server import Calls, stream_server
@@ -116,7 +116,7 @@ async def test_how_it_ends_a_stream(caplog: pytest.LogCaptureFixture, monkeypatc
 
 
 async def test_who_is_not_let_in_is_told_why() -> None:
-    def check(caller: Any) -> None:
+    def check(_path: str, caller: Any) -> None:
         assert caller.peer().startswith("ipv4:127.0.0.1:")
         assert not any(caller.auth_context().values())
         if ("who", "friend") not in caller.invocation_metadata():
@@ -233,7 +233,7 @@ async def test_ipv6() -> None:
         async with called(address) as call:
             assert await how_it_ends(call, b"end") is None
     peers: list[str] = []
-    async with stream_server("[::]", check=lambda caller: peers.append(caller.peer())) as (address, _):
+    async with stream_server("[::]", check=lambda _, caller: peers.append(caller.peer())) as (address, _):
         port = int(address.rpartition(":")[2])
         for host in ("::1", "127.0.0.1"):
             async with called(join_host_port(host, port)) as call:
@@ -242,7 +242,7 @@ async def test_ipv6() -> None:
 
 
 def test_a_server_that_never_started_may_be_closed() -> None:
-    asyncio.run(StreamServer(METHOD, Calls().begin).close())
+    asyncio.run(StreamServer({METHOD: StreamMethod(Calls().begin)}).close())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from google.protobuf.message import DecodeError
 
 from omnicore import errors
 from omnicore.config import join_host_port
-from omnicore.grpc_stream_server import ServedStream, StreamServer
+from omnicore.grpc_stream import KEEPALIVE_TIMEOUT_S
+from omnicore.grpc_stream_server import ServedStream, StreamMethod, StreamServer
 from tests.support.streams import METHOD
 
 
@@ -76,7 +77,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.all: list[Call] = []
-        self.server = StreamServer(METHOD, self.begin)
+        self.server = StreamServer({METHOD: StreamMethod(self.begin)})
 
     def begin(self, stream: ServedStream) -> Call:
         """Of ``StreamServer``."""
@@ -90,10 +91,12 @@ class Calls:
 
 
 @contextlib.asynccontextmanager
-async def stream_server(host: str = "127.0.0.1", port: int = 0, **options: Any) -> AsyncIterator[tuple[str, Calls]]:
+async def stream_server(
+    host: str = "127.0.0.1", port: int = 0, *, keepalive_timeout_s: float = KEEPALIVE_TIMEOUT_S, **options: Any
+) -> AsyncIterator[tuple[str, Calls]]:
     """Such a server; yields its address too. ``options`` are those of ``StreamServer``."""
     calls = Calls()
-    calls.server = StreamServer(METHOD, calls.begin, **options)
+    calls.server = StreamServer({METHOD: StreamMethod(calls.begin, keepalive_timeout_s)}, **options)
     port = await calls.server.start(host, port)
     try:
         yield join_host_port(host, port), calls

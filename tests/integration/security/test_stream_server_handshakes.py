@@ -34,7 +34,7 @@ async def serving(certs: DevCerts) -> AsyncIterator[tuple[str, Calls]]:
     """As a worker serves its sessions."""
     security = Security(certs.settings("worker"), serves=Role.WORKER)
     async with stream_server(
-        check=lambda caller: security.check_caller(SESSION, caller), tls=security.server_context
+        check=lambda _, caller: security.check_caller(SESSION, caller), tls=security.server_context
     ) as served:
         yield served
 

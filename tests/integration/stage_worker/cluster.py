@@ -211,10 +211,11 @@ def flow_out(to_stage: int, chunk_by: str = "SENTENCE", connector: str = "auto",
 
 def flow_in(producer: Worker, window: int = 4, attempt: int | None = None) -> pb.EdgeInput:
     """Input that flows from ``producer``; ``attempt``: of its call, if that is an earlier one."""
-    ref, endpoint = producer.identity.current, producer.identity.endpoint
+    identity = producer.identity
+    ref, endpoint, cheaper = identity.current, identity.endpoint, identity.session_endpoint
     return pb.EdgeInput(
         from_stage=producer.parts.stage.stage_id,
-        flow=pb.FlowSource(replica=ref, endpoint=endpoint, window=window, attempt=attempt),
+        flow=pb.FlowSource(replica=ref, endpoint=endpoint, session_endpoint=cheaper, window=window, attempt=attempt),
     )
 
 

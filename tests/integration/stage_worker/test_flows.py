@@ -77,7 +77,7 @@ async def test_an_answer_is_spoken_as_it_was_written(connector: str, chunk_bytes
             assert not tensors.media
             assert audio.media == spoken(text.text, chunk_bytes)
             assert audio.events[0].media_info.sample_rate_hz == 24_000
-        assert [worker.transfer.subscriptions for worker in workers] == [1, 1, 0], "one stream per worker pair"
+        assert [len(worker.subscriptions) for worker in workers] == [1, 1, 0], "one stream per worker pair"
         await assert_empty(workers)
 
 
@@ -144,7 +144,7 @@ async def test_a_lost_worker_fails_its_flows_at_once_by_name() -> None:
             made = [(await session.begin(one))[0] for session, one in zip(opened, calls, strict=True)]
             await made[2].first.wait()
             name = f"demo/0/0@{thinker.identity.current.epoch}"
-            thinker.transfer.close()
+            thinker.subscriptions.close()
             for lost in made[1:]:
                 await lost.wait()
                 assert isinstance(lost.error, UnavailableError)
@@ -194,7 +194,7 @@ async def test_silence_and_gaps_name_the_missing_chunk() -> None:
         async with local_worker(plan, 1, chunk_timeout_s=2.0) as talker, sessions([talker]) as (session,):
             source = flow_in(talker)
             source.from_stage = source.flow.replica.stage.stage_id = 0
-            source.flow.endpoint = f"127.0.0.1:{server.port}"
+            source.flow.endpoint, source.flow.session_endpoint = f"127.0.0.1:{server.port}", ""
             gap = await session.run(call("gap", emit=False, inputs=[source]))
             assert isinstance(gap.error, DataLossError)
             assert "missing chunk 1" in gap.error.message

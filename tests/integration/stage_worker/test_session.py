@@ -235,7 +235,7 @@ async def test_garbage_ends_its_own_stream_only() -> None:
                 await raw.read()
         await channel.close(None)
         assert (await running.wait()).error is None
-        await wait_until(lambda: worker.transfer.subscriptions == 0, what="subscription of garbage")
+        await wait_until(lambda: len(worker.subscriptions) == 0, what="subscription of garbage")
 
 
 async def test_a_gateway_that_does_not_read_stops_only_itself() -> None:

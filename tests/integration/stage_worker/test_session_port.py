@@ -18,7 +18,7 @@ from omni.v1 import sampling_pb2, types_pb2
 from omni.v1 import stage_service_pb2 as pb
 from omnicore import errors
 from omnicore.grpc_stream import Dial, GrpcStream, open_stream
-from stage_worker import session_stream
+from stage_worker import greeted_stream
 from stage_worker.session_stream import METHOD
 from stage_worker.worker import Worker
 from tests.integration.gateway.test_replica_session import Listener, Sink
@@ -117,7 +117,7 @@ async def test_what_a_session_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
             refused = await refusal(worker, *messages)
             assert isinstance(refused, kind), refused
             assert says in refused.message
-        monkeypatch.setattr(session_stream, "HELLO_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(greeted_stream, "GREETING_TIMEOUT_S", 0.1)
         assert "hello" in (await refusal(worker)).message
         await wait_until(lambda: not len(worker.sessions), what="the end of the sessions")
 

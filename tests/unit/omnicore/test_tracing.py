@@ -175,7 +175,9 @@ async def test_spans_that_are_refused_are_counted_and_told(
     export.add([Span("refused", TraceContext.new(), 0, 1.0, 2.0)] * 1100)
     await export.close(timeout_s=30.0)
     assert export.counts() == {"made": 1100, "exported": 0, "failed": 1100}
-    told = [record for record in caplog.records if record.levelname == "WARNING"]
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    # What an earlier test gave up may be told only now.
+    told = [record for record in warnings if vars(record)["fields"]["endpoint"] == collector.address]
     assert [record.getMessage() for record in told] == ["spans are lost"]  # of three batches
     assert "not today" in vars(told[0])["fields"]["reason"]
 

@@ -24,7 +24,7 @@ class Stream:
     """A link, and what its readers told it."""
 
     def __init__(self, name: str) -> None:
-        self.peer = Peer(0, 0, 1, "127.0.0.1:1", name)
+        self.peer = Peer(0, 0, 1, "127.0.0.1:1", "", name)
         self.frames = 0
         self.readers: list[FlowReader] = []
         self.acks: list[int] = []

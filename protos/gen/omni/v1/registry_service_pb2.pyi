@@ -85,7 +85,9 @@ class RegisterRequest(_message.Message):
     engine: _builtins.str
     """Name of the engine behind it."""
     session_endpoint: _builtins.str
-    """Where it serves StageService.Session alone, as "host:port"; empty: only at `endpoint`, which must serve it, too."""
+    """Where it serves StageService.Session and TransferService.Subscribe, and nothing else, as "host:port"; empty: only at
+    `endpoint`, which must serve them, too.
+    """
     @_builtins.property
     def stage(self) -> _types_pb2.StageRef:
         """The stage this instance wants to serve. Required."""

@@ -430,6 +430,7 @@ class FlowSource(_message.Message):
     WINDOW_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     REPLACEABLE_FIELD_NUMBER: _builtins.int
+    SESSION_ENDPOINT_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     """Its TransferService, "host:port"."""
     window: _builtins.int
@@ -440,6 +441,10 @@ class FlowSource(_message.Message):
     """
     replaceable: _builtins.bool
     """If the producer is lost, the call does not fail at once: for a second it waits for a NewSource."""
+    session_endpoint: _builtins.str
+    """Where the producer serves Subscribe more cheaply, "host:port"; what cannot be reached there is sought at `endpoint`.
+    Empty: only at `endpoint`.
+    """
     @_builtins.property
     def replica(self) -> _types_pb2.ReplicaRef:
         """The producer."""
@@ -452,10 +457,11 @@ class FlowSource(_message.Message):
         window: _builtins.int = ...,
         attempt: _builtins.int | None = ...,
         replaceable: _builtins.bool = ...,
+        session_endpoint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "attempt", b"attempt", "replica", b"replica"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "attempt", b"attempt", "endpoint", b"endpoint", "replaceable", b"replaceable", "replica", b"replica", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "attempt", b"attempt", "endpoint", b"endpoint", "replaceable", b"replaceable", "replica", b"replica", "session_endpoint", b"session_endpoint", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attempt: _TypeAlias = _typing.Literal["attempt"]  # noqa: Y015
     _WhichOneofArgType__attempt: _TypeAlias = _typing.Literal["_attempt", b"_attempt"]  # noqa: Y015

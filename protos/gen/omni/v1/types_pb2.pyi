@@ -216,7 +216,9 @@ class Replica(_message.Message):
     engine: _builtins.str
     """Name of the engine behind it: "sim", "vllm", …"""
     session_endpoint: _builtins.str
-    """Where it serves StageService.Session alone, more cheaply than at `endpoint`, as "host:port". Empty: only there."""
+    """Where it serves StageService.Session and TransferService.Subscribe, more cheaply than at `endpoint`, and nothing
+    else, as "host:port". Empty: only there.
+    """
     @_builtins.property
     def ref(self) -> Global___ReplicaRef:
         """Which claim this is."""
