@@ -42,7 +42,7 @@ class StageWorkerConfig(ProcessConfig, SecurityConfig, TraceConfig):
         check=host_port_or_empty,
     )
     session_port: int = option(
-        0, help="port of gateways' sessions, beside --listen and reached at the same host; 0 takes any", check=_port
+        0, help="port of sessions and flows, beside --listen and reached at the same host; 0 takes any", check=_port
     )
     advertise: str = option(
         "", help="host that others reach this worker at; empty: found out", flags=("--omni-replica-address", "-ora")
