@@ -16,7 +16,7 @@ import grpc.aio
 
 from omni.v1 import stage_service_pb2, transfer_pb2, types_pb2
 from omni.v1 import transfer_service_pb2 as pb
-from omnicore.errors import OmniError, UnavailableError, from_exception
+from omnicore.errors import OmniError, UnavailableError, from_exception, from_rpc_error
 from omnicore.grpc_stream import Dial, GrpcStream, open_stream
 from omnicore.log import get_logger
 from stage_worker.flow_reader import SOURCE_WAIT_S, FlowReader, Peer
@@ -105,8 +105,11 @@ class _Link:
                 self._stream = await self._connect(dial, stack)
                 self._flush()
                 await self._stream.ended()
-        except grpc.aio.AioRpcError as error:
+        except (grpc.aio.AioRpcError, UnavailableError) as error:
             cause = error
+        except Exception as error:
+            cause = error
+            raise
         finally:
             self._stream = None
             self.fail(cause)
@@ -124,14 +127,17 @@ class _Link:
                 keepalive_s=KEEPALIVE_S,
                 keepalive_timeout_s=KEEPALIVE_TIMEOUT_S,
             )
+            failure: OmniError
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     return await stack.enter_async_context(stream)
-            except (grpc.aio.AioRpcError, TimeoutError) as error:
-                if not addresses:
-                    raise
-                reason = from_exception(error).message or f"no answer within {CONNECT_TIMEOUT_S:g} s"
-                _log.info("another address is tried", peer=peer.name, instead_of=address, reason=reason)
+            except grpc.aio.AioRpcError as error:
+                failure = from_rpc_error(error)
+            except TimeoutError:
+                failure = UnavailableError(f"{address} does not answer within {CONNECT_TIMEOUT_S:g} s")
+            if not addresses:
+                raise failure
+            _log.info("another address is tried", peer=peer.name, instead_of=address, reason=failure.message)
 
     def _receive(self, message: bytes) -> None:
         for chunk in pb.SubscribeResponse.FromString(message).chunks:
@@ -237,10 +243,8 @@ class PeerLinks:
             await link.run(self._dial)
         except OmniError as error:  # this address may not be dialled
             _log.error("no link", peer=link.peer.name, endpoint=link.peer.endpoint, reason=error.message)
-            link.fail(error)
-        except Exception as error:  # noqa: BLE001 -- the flows have failed; the worker goes on
+        except Exception:  # noqa: BLE001 -- the flows have failed; the worker goes on
             _log.exception("link failed", peer=link.peer.name)
-            link.fail(error)
         finally:
             if self._links.get(link.peer) is link:
                 del self._links[link.peer]

@@ -121,6 +121,16 @@ async def test_a_producer_out_of_reach_is_told_by_name() -> None:
         await assert_empty([thinker, talker])
 
 
+async def test_an_address_that_may_not_be_dialled_is_told() -> None:
+    async with local_worker(FEW, 0) as thinker, local_worker(FEW, 1) as talker, sessions([talker]) as (talk,):
+        source = flow_in(thinker)
+        source.flow.session_endpoint = "192.0.2.1:1"
+        lost = await talk.run(call("r", emit=False, inputs=[source]))
+        assert isinstance(lost.error, errors.UnavailableError)
+        assert "will not connect to worker 192.0.2.1:1 in plaintext" in lost.error.message
+        await assert_empty([thinker, talker])
+
+
 async def test_a_producer_that_vanishes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The network between two workers is cut; nothing else is."""
     monkeypatch.setattr(links, "KEEPALIVE_S", 0.2)
