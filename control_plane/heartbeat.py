@@ -144,10 +144,13 @@ class Heartbeats:
         if row is not None and row.epoch == epoch:  # or etcd's event is late: then the first beat refreshes the lease
             claim = self._claims.get(key)
             if claim is None or claim.epoch != epoch:
-                claim = self._claims[key] = BeatingClaim(key, epoch, row.lease_id, row.replica.state, lease_ttl_s)
+                claim = self._claims[key] = self._new_claim(row, lease_ttl_s)
             claim.lease_ttl_s = lease_ttl_s
             claim.refresh_due_s = self._clock.monotonic() + _refresh_after_s(lease_ttl_s)
         return self._interval_s(lease_ttl_s)
+
+    def _new_claim(self, row: ReplicaRow, lease_ttl_s: float) -> BeatingClaim:
+        return BeatingClaim(row.key, row.epoch, row.lease_id, row.replica.state, lease_ttl_s, self._clock.monotonic())
 
     def _interval_s(self, lease_ttl_s: float) -> float:
         return liveness.interval_s(len(self._liveness), self._base_interval_s, lease_ttl_s)
@@ -242,8 +245,7 @@ class Heartbeats:
         now_s = self._clock.monotonic()
         claim = self._claims.get(row.key)
         if claim is None or claim.epoch != row.epoch:
-            claim = BeatingClaim(row.key, row.epoch, row.lease_id, row.replica.state, self._lease_ttl_s)
-            self._claims[row.key] = claim
+            claim = self._claims[row.key] = self._new_claim(row, self._lease_ttl_s)
         interval_s = self._interval_s(claim.lease_ttl_s)
         known = self._liveness.get(row.key)
         was_suspect = known is not None and known.epoch == row.epoch and known.suspect
@@ -329,7 +331,8 @@ class Heartbeats:
 
     async def _beats_elsewhere(self, claim: BeatingClaim, pulse: liveness.Pulse) -> bool:
         """Whether somebody refreshed its lease after its last beat here: only beats do that."""
-        silent_s = self._clock.monotonic() - pulse.heard_s
+        # Of a process that is starved from the first beat on, none is sure; but before the claim was known there was none.
+        silent_s = self._clock.monotonic() - max(pulse.heard_s, claim.known_s)
         if silent_s < max(_OLD_NEWS_S, liveness.MISSED_BEATS * self.interval_s + 1.0):
             return False
         ttl = await self._client.lease_time_to_live(claim.lease_id)

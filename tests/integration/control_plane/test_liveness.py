@@ -94,6 +94,23 @@ async def test_a_broken_stream_is_suspect_at_once_and_beats_bring_it_back() -> N
         assert len(epochs) == 1
 
 
+async def test_who_ends_before_a_starved_control_plane_has_caught_up_is_suspect_all_the_same() -> None:
+    """None of its beats counts for sure, so that its lease looked as if it had been refreshed by another one."""
+    clock = ManualClock()
+    async with cluster(heartbeat_interval_s=0.25) as c:
+        _, client = await c.control_plane(clock=clock)
+        worker = await worker_of(client)
+        async with watching(client) as watcher:
+            clock.advance(0.6)  # it stood still
+            await asyncio.sleep(0.2)  # and has noticed
+            async with beating(worker, client):
+                await until(lambda: len(worker.answers) > 2, "beats")
+            while watcher.suspicions() == 0:
+                assert clock.monotonic() < 30, "it is never suspected"
+                clock.advance(0.25)
+                await asyncio.sleep(0.1)
+
+
 async def test_a_hang_is_noticed_without_the_stream_breaking() -> None:
     async with cluster(heartbeat_interval_s=0.25) as c:
         client = await c.start()
