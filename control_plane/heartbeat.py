@@ -331,7 +331,7 @@ class Heartbeats:
 
     async def _beats_elsewhere(self, claim: BeatingClaim, pulse: liveness.Pulse) -> bool:
         """Whether somebody refreshed its lease after its last beat here: only beats do that."""
-        # Where this process is starved from the first beat on, none is sure; but before it knew the claim there was none.
+        # Where this process is starved from the first beat on, none is sure; before it knew the claim there was none.
         silent_s = self._clock.monotonic() - max(pulse.heard_s, claim.known_s)
         if silent_s < max(_OLD_NEWS_S, liveness.MISSED_BEATS * self.interval_s + 1.0):
             return False
