@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import contextlib
 import signal
 import time
@@ -103,20 +104,20 @@ async def test_stages_hand_over_through_the_store(worker: YuanrongWorker, store:
 async def test_a_store_that_is_full_or_frozen_or_dead_stops_nobody(worker: YuanrongWorker) -> None:
     """The library waits with the interpreter in its hands; here that is another process's."""
     options = {KIND: worker.extra(inline_bytes=0, timeout_s=1.0, put_wait_s=0.5, connect_timeout_ms=500)}
-    ticks = 0
+    ticks: list[float] = []
 
     async def tick() -> None:
-        nonlocal ticks
         while True:
+            ticks.append(time.monotonic())
             await asyncio.sleep(0.001)
-            ticks += 1
 
     async def fails(doing: asyncio.Future[object]) -> errors.OmniError:
-        nonlocal ticks
-        ticks = 0
+        ticks[:] = [begin_s := time.monotonic()]
         with pytest.raises(errors.OmniError) as caught:
             await doing
-        assert ticks > 5, "the event loop went on"
+        ticks.append(time.monotonic())
+        longest_s = max(later - earlier for earlier, later in itertools.pairwise(ticks))
+        assert longest_s < max(0.8 * (ticks[-1] - begin_s), 0.2), "the event loop did not wait, too"
         return caught.value
 
     async with running_peer(options=options) as peer, asyncio.TaskGroup() as group:
