@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import contextlib
+import itertools
 import signal
 import time
 from collections.abc import Callable, Iterator
