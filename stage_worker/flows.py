@@ -12,7 +12,8 @@ import dataclasses
 from omni.v1 import transfer_pb2
 from omnicore.clock import Clock
 from omnicore.errors import AlreadyExistsError, NotFoundError, OmniError, RequestCancelledError
-from stage_worker.outbox import FlowKey, Outbox, Release, Subscriber, flow_key, flow_name, write_end
+from stage_worker.edges import FlowKey, flow_key, flow_name
+from stage_worker.outbox import Outbox, Release, Subscriber, write_end
 from stage_worker.retention import RETAIN_S, Retention
 
 OPEN_WAIT_S = 30.0

@@ -19,8 +19,8 @@ from omni.v1 import transfer_service_pb2 as pb
 from omnicore.errors import OmniError, UnavailableError, from_exception, from_rpc_error
 from omnicore.grpc_stream import Dial, GrpcStream, open_stream
 from omnicore.log import get_logger
+from stage_worker.edges import ReaderKey, reader_key
 from stage_worker.flow_reader import SOURCE_WAIT_S, FlowReader, Peer
-from stage_worker.outbox import ReaderKey, reader_key
 from stage_worker.reading import Reads
 
 _log = get_logger(__name__)

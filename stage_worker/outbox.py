@@ -31,24 +31,13 @@ from typing import Protocol
 
 from omni.v1 import transfer_pb2, transfer_service_pb2
 from omnicore.errors import AlreadyExistsError, DataLossError, OmniError, RequestCancelledError
+from stage_worker.edges import flow_key, flow_name, reading_attempt
 from stage_worker.retention import Retention
 
-FlowKey = tuple[str, int, int, int]
-ReaderKey = tuple[str, int, int, int, int]
 Release = Callable[[str, bytes, str], object]
 """Frees a published chunk: its key, its token, and the name under which the flow has claimed it."""
 MAX_BACKLOG_CHUNKS = 256
 """Chunks without credit at which a producer pauses. The pool bounds their bytes."""
-
-
-def flow_key(edge: transfer_pb2.EdgeRef) -> FlowKey:
-    """An edge reference as a dictionary key."""
-    return edge.request_id, edge.attempt, edge.from_stage, edge.to_stage
-
-
-def reader_key(edge: transfer_pb2.EdgeRef) -> ReaderKey:
-    """As ``flow_key``, with the attempt that reads: a worker may hold two readers of one flow, one of them ending."""
-    return edge.request_id, edge.attempt, edge.from_stage, edge.to_stage, edge.reader_attempt
 
 
 class Subscriber(Protocol):
@@ -189,7 +178,7 @@ class Outbox:
         self, subscriber: Subscriber, edge: transfer_pb2.EdgeRef, window: int, first: int = 0
     ) -> OmniError | None:
         """The consumer opens the flow, naming it ``edge``, for chunks from ``first`` on; returns why it may not."""
-        attempt = _attempt(edge)
+        attempt = reading_attempt(edge)
         if self._lost or first < self._first:
             return DataLossError(
                 f"flow {flow_name(edge)} is no longer whole: the producer needed the memory", reason="RETENTION_LOST"
@@ -197,9 +186,9 @@ class Outbox:
         if self._unwanted:
             return AlreadyExistsError(f"flow {flow_name(edge)} was cancelled")
         if self._subscriber is not None:
-            if self._subscriber is subscriber and attempt == _attempt(self._reader):
+            if self._subscriber is subscriber and attempt == reading_attempt(self._reader):
                 return None
-            if not self.retained or attempt <= _attempt(self._reader):
+            if not self.retained or attempt <= reading_attempt(self._reader):
                 return AlreadyExistsError(f"flow {flow_name(edge)} is read by another")
             taken = RequestCancelledError(
                 f"flow {flow_name(edge)} is read by attempt {attempt} now", reason="FLOW_TAKEN_OVER"
@@ -207,7 +196,7 @@ class Outbox:
             if not self._end_sent:
                 write_end(self._subscriber, self._reader, self._sent, taken)
             self._rewind()
-        elif self._opened and attempt < _attempt(self._reader):
+        elif self._opened and attempt < reading_attempt(self._reader):
             return AlreadyExistsError(f"flow {flow_name(edge)} was opened by a later attempt")
         self._subscriber, self._window = subscriber, window
         self._reader = edge
@@ -396,16 +385,6 @@ def write_end(subscriber: Subscriber, edge: transfer_pb2.EdgeRef, sequence: int,
         chunk.final = True
     else:
         chunk.error.CopyFrom(error.to_status())
-
-
-def flow_name(edge: transfer_pb2.EdgeRef) -> str:
-    """A flow for people."""
-    return f"{edge.from_stage}→{edge.to_stage} of {edge.request_id} (attempt {edge.attempt})"
-
-
-def _attempt(edge: transfer_pb2.EdgeRef) -> int:
-    """The attempt that reads."""
-    return edge.reader_attempt or edge.attempt
 
 
 def _inline_bytes(handle: transfer_pb2.TransferHandle) -> int:

@@ -17,9 +17,9 @@ from omnicore.errors import OmniError
 from omnicore.tracing import AttributeValue
 from stage_worker.calls import WorkerParts
 from stage_worker.chunking import text_cutter
+from stage_worker.edges import edge_name
 from stage_worker.engine import EngineOutput
 from stage_worker.outbox import Outbox
-from stage_worker.reading import edge_name
 from stage_worker.retention import Retention
 from stage_worker.transfer_metrics import PathSeries
 

@@ -21,6 +21,7 @@ from omnicore.durations import to_seconds
 from omnicore.errors import DeadlineExceededError, OmniError
 from omnicore.log import get_logger
 from omnicore.turns import Turn, Turns
+from stage_worker.edges import edge_name, reading_attempt
 from stage_worker.transfer_metrics import PathSeries, TransferMetrics
 
 _log = get_logger(__name__)
@@ -151,7 +152,7 @@ class Reading:
         where = {"peer_stage": str(edge.from_stage), "producer": self.producer, "chunk": str(sequence)}
         error.metadata = {**error.metadata, **where}
         self.count(error)
-        return self._reads.locate(error, edge.reader_attempt or edge.attempt)
+        return self._reads.locate(error, reading_attempt(edge))
 
     def count(self, error: OmniError) -> None:
         """The consumer could not read on, because of ``error``."""
@@ -172,7 +173,7 @@ class Reading:
         _log.debug(
             "transfer",
             request_id=self.edge.request_id,
-            attempt=self.edge.reader_attempt or self.edge.attempt,
+            attempt=reading_attempt(self.edge),
             edge=edge_name(self.edge),
             producer=self.producer,
             keys=self._keys,
@@ -231,11 +232,6 @@ class Reading:
         self._reads.metrics.read(spent, link_s)
         series = self._reads.metrics.path(edge.from_stage, edge.to_stage, spent.connector, self._backend)
         return payload, link_s, series
-
-
-def edge_name(edge: transfer_pb2.EdgeRef) -> str:
-    """ "0→1"."""
-    return f"{edge.from_stage}→{edge.to_stage}"
 
 
 def _connector(handle: transfer_pb2.TransferHandle) -> str:

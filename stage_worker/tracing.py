@@ -12,9 +12,10 @@ from omni.v1 import stage_service_pb2
 from omnicore.errors import OmniError, RequestCancelledError
 from omnicore.log import get_logger
 from omnicore.tracing import AttributeValue, Span, SpanEvent, SpanSink, TraceContext
+from stage_worker.edges import edge_name, reading_attempt
 from stage_worker.engine import EngineOutput, Finish
 from stage_worker.identity import Identity
-from stage_worker.reading import Reading, edge_name
+from stage_worker.reading import Reading
 
 _log = get_logger(__name__)
 
@@ -87,7 +88,7 @@ class CallTracing:
     def has_read(self, reading: Reading, error: OmniError | None) -> None:
         """A call, traced or not, reads nothing more on an edge."""
         edge = reading.edge
-        trace = self._running.get((edge.request_id, edge.reader_attempt or edge.attempt))
+        trace = self._running.get((edge.request_id, reading_attempt(edge)))
         if trace is None:
             return
         own, read = trace.spans[0], reading.so_far
