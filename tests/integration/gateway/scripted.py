@@ -122,9 +122,18 @@ class ScriptedWorker(stage_service_pb2_grpc.StageServiceServicer):
         """Go on."""
         self._awake.set()
 
+    @property
+    def session_endpoint(self) -> str:
+        """The same server, by another name."""
+        return self.endpoint.replace("127.0.0.1", "localhost")
+
     def record(self) -> types_pb2.Replica:
         return types_pb2.Replica(
-            ref=self.ref, endpoint=self.endpoint, state=types_pb2.REPLICA_STATE_READY, engine="sim"
+            ref=self.ref,
+            endpoint=self.endpoint,
+            session_endpoint=self.session_endpoint,
+            state=types_pb2.REPLICA_STATE_READY,
+            engine="sim",
         )
 
     def broadcast(self, frame: stage_service_pb2.SessionResponse) -> None:

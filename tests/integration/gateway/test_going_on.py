@@ -132,6 +132,7 @@ async def test_its_consumer_is_told_who_takes_its_place_and_goes_on(how: str) ->
         (other,) = [worker for worker in speech.workers[1] if worker is not lost]
         assert (source.call_id, source.request_id, source.from_stage) == (spoken.call_id, spoken.request_id, 1)
         assert (source.source.replica, source.source.endpoint) == (other.ref, other.endpoint)
+        assert source.source.session_endpoint == other.session_endpoint
         assert (source.source.attempt, source.source.window) == (1, spoken.inputs[0].flow.window)
         assert spoken.inputs[0].flow.replaceable
         assert not other.calls[0].inputs[0].flow.replaceable, "the thinker says nothing of repeating itself"

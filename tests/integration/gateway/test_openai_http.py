@@ -108,7 +108,9 @@ async def test_text_and_audio_in_one_piece(stand: Stand) -> None:
     assert code2wav.emit_output
     assert thinker.outputs[0].flow
     assert thinker.outputs[0].connector == "shm"
-    assert talker.inputs[0].flow.endpoint == stand.cluster.workers[0].endpoint
+    source = stand.cluster.workers[0]
+    flow = talker.inputs[0].flow
+    assert (flow.endpoint, flow.session_endpoint) == (source.endpoint, source.session_endpoint)
     assert talker.inputs[0].flow.window == 4
     assert not talker.HasField("prompt")
     assert talker.speech.voice == "anna"
