@@ -16,6 +16,7 @@ from omni.v1 import stage_service_pb2_grpc as pb_grpc
 from omnicore import rpc
 from omnicore.clock import SYSTEM_CLOCK
 from omnicore.errors import OmniError, from_status
+from omnicore.security import Security
 from stage_worker.config import StageWorkerConfig
 from stage_worker.control_plane_client import ControlPlaneClient
 from stage_worker.worker import Worker
@@ -55,14 +56,16 @@ def pipeline(*sim: dict[str, Any], max_num_seqs: int = 0, chunk_by: str = "SENTE
 
 @contextlib.asynccontextmanager
 async def local_worker(plan: pipeline_pb2.Pipeline, stage_id: int, **config: Any) -> AsyncIterator[Worker]:
-    """A serving worker that no control plane knows."""
+    """A serving worker that no control plane knows; ``config`` may have a ``security``, too."""
+    security: Security | None = config.pop("security", None)
     settings = StageWorkerConfig(
         pipeline=plan.name,
         stage_id=stage_id,
         control_plane=("127.0.0.1:1",),
         **{"listen": "127.0.0.1:0", "pool_bytes": 8 * 1024 * 1024, **config},
     )
-    worker = Worker(settings, plan, plan.stages[stage_id], ControlPlaneClient(settings.control_plane, SYSTEM_CLOCK))
+    client = ControlPlaneClient(settings.control_plane, SYSTEM_CLOCK)
+    worker = Worker(settings, plan, plan.stages[stage_id], client, security=security)
     try:
         await worker.listen()
         stage = types_pb2.StageRef(pipeline=plan.name, stage_id=stage_id)
@@ -117,7 +120,7 @@ class Call:
 class Session:
     """A gateway's session with one worker."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, channel: grpc.aio.Channel | None = None) -> None:
         self.worker = worker
         self.calls: dict[int, Call] = {}
         self.frames: list[pb.SessionResponse] = []
@@ -126,7 +129,7 @@ class Session:
         self.failure: grpc.aio.AioRpcError | None = None
         self.reading = asyncio.Event()
         self.reading.set()
-        self._channel = rpc.channel(worker.identity.endpoint)
+        self._channel = channel or rpc.channel(worker.identity.endpoint)
         self._writing = asyncio.Lock()
         self.stream = pb_grpc.StageServiceStub(self._channel).Session(None)
 
