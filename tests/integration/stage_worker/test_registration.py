@@ -207,10 +207,12 @@ async def test_a_control_plane_that_comes_back_empty_is_given_time_for_its_plans
     first = await start_control_plane(services, listen=address)
     async with registry(address) as table:
         await table.apply()
-    patient = await services.start("stage-worker", *worker_flags(address))
+    patient, stopped = [await services.start("stage-worker", *worker_flags(address)) for _ in range(2)]
     first.kill()
     second = await start_control_plane(services, listen=address)
-    await wait_until(lambda: "waiting for the pipeline" in patient.logs(), what="the wait")
+    for worker in (patient, stopped):
+        await wait_until(lambda worker=worker: "waiting for the pipeline" in worker.logs(), what="the wait")  # type: ignore[misc]
+    assert await stopped.terminate() == 0
     async with registry(address) as table:
         await table.apply()
         replica = await table.until("back", state=READY)
