@@ -63,7 +63,10 @@ class SubscriptionSet:
 
     async def open(self, first: pb.SubscribeRequest) -> Subscription:
         """Begin the one that ``first`` asks for, without taking what else is in it; whoever opens it must ``end`` it.
-        Raises ``FailedPreconditionError`` for one that means another replica."""
+        Raises ``InvalidRequestError`` without an owner, and ``FailedPreconditionError`` for one that is another
+        replica."""
+        if not first.HasField("owner"):
+            raise no_owner()
         await self._identity.check_settled(first.owner)
         subscription = Subscription(self._flows, replica_name(first.consumer))
         self._subscriptions.add(subscription)

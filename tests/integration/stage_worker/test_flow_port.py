@@ -162,7 +162,7 @@ async def test_what_a_subscription_refuses(monkeypatch: pytest.MonkeyPatch) -> N
         no_window = pb.SubscribeRequest(opens=[pb.FlowOpen(window=0)])
         no_window.opens[0].edge.request_id = "r"
         for messages, kind, says in (
-            ((pb.SubscribeRequest(),), errors.FailedPreconditionError, "replica"),
+            ((pb.SubscribeRequest(),), errors.InvalidRequestError, "owner"),
             ((pb.SubscribeRequest(owner=owner(worker, epoch=-1)),), errors.FailedPreconditionError, "replica"),
             ((b"\xff\xff\xff",), errors.InvalidRequestError, METHOD),
             ((first, b"\xff\xff\xff"), errors.InvalidRequestError, METHOD),

@@ -442,8 +442,8 @@ class FlowSource(_message.Message):
     replaceable: _builtins.bool
     """If the producer is lost, the call does not fail at once: for a second it waits for a NewSource."""
     session_endpoint: _builtins.str
-    """Where the producer serves Subscribe more cheaply, "host:port"; what cannot be reached there is sought at `endpoint`.
-    Empty: only at `endpoint`.
+    """Where the producer serves Subscribe more cheaply, "host:port"; a consumer that cannot connect there goes to
+    `endpoint`. Empty: only at `endpoint`.
     """
     @_builtins.property
     def replica(self) -> _types_pb2.ReplicaRef:

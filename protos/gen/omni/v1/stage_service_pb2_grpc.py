@@ -86,7 +86,8 @@ class StageServiceServicer:
         """Session multiplexes all calls of one gateway on this replica. The first request frame has `hello`, the first
         response frame `welcome`; FAILED_PRECONDITION if the epoch is not this replica's. Each call ends with exactly
         one event that has `finish` or `error`; so does one that cannot begin, and the session goes on. INVALID_ARGUMENT
-        without `hello`, or with a second one. If the session breaks, the worker aborts its calls.
+        without `hello`, for which the worker waits 10 s, or with a second one. If the session breaks, the worker aborts its
+        calls.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

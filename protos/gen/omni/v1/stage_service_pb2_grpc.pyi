@@ -41,7 +41,8 @@ class StageServiceStub:
     """Session multiplexes all calls of one gateway on this replica. The first request frame has `hello`, the first
     response frame `welcome`; FAILED_PRECONDITION if the epoch is not this replica's. Each call ends with exactly
     one event that has `finish` or `error`; so does one that cannot begin, and the session goes on. INVALID_ARGUMENT
-    without `hello`, or with a second one. If the session breaks, the worker aborts its calls.
+    without `hello`, for which the worker waits 10 s, or with a second one. If the session breaks, the worker aborts its
+    calls.
     """
     Execute: _grpc.UnaryStreamMultiCallable[_stage_service_pb2.ExecuteRequest, _stage_service_pb2.ExecuteResponse]
     """Execute runs one call, for simple clients and debugging. Cancelling aborts it. FAILED_PRECONDITION for another
@@ -75,7 +76,8 @@ class StageServiceAsyncStub(StageServiceStub):
     """Session multiplexes all calls of one gateway on this replica. The first request frame has `hello`, the first
     response frame `welcome`; FAILED_PRECONDITION if the epoch is not this replica's. Each call ends with exactly
     one event that has `finish` or `error`; so does one that cannot begin, and the session goes on. INVALID_ARGUMENT
-    without `hello`, or with a second one. If the session breaks, the worker aborts its calls.
+    without `hello`, for which the worker waits 10 s, or with a second one. If the session breaks, the worker aborts its
+    calls.
     """
     Execute: _aio.UnaryStreamMultiCallable[_stage_service_pb2.ExecuteRequest, _stage_service_pb2.ExecuteResponse]  # type: ignore[assignment]
     """Execute runs one call, for simple clients and debugging. Cancelling aborts it. FAILED_PRECONDITION for another
@@ -112,7 +114,8 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         """Session multiplexes all calls of one gateway on this replica. The first request frame has `hello`, the first
         response frame `welcome`; FAILED_PRECONDITION if the epoch is not this replica's. Each call ends with exactly
         one event that has `finish` or `error`; so does one that cannot begin, and the session goes on. INVALID_ARGUMENT
-        without `hello`, or with a second one. If the session breaks, the worker aborts its calls.
+        without `hello`, for which the worker waits 10 s, or with a second one. If the session breaks, the worker aborts its
+        calls.
         """
 
     @_abc_1.abstractmethod

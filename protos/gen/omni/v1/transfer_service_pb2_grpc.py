@@ -114,7 +114,7 @@ class TransferServiceServicer:
         and a second reader's with ALREADY_EXISTS. If the stream breaks, all its flows have failed. A flow that is retained
         (EdgeOutput.retain) may be opened again, and comes from its beginning: after its reader has gone, or by a later
         attempt, and then the earlier one's ends with CANCELLED; DATA_LOSS with reason RETENTION_LOST if it is no longer
-        whole.
+        whole. INVALID_ARGUMENT if no first message with an `owner` comes, for which the owner waits 10 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -59,7 +59,7 @@ class TransferServiceStub:
     and a second reader's with ALREADY_EXISTS. If the stream breaks, all its flows have failed. A flow that is retained
     (EdgeOutput.retain) may be opened again, and comes from its beginning: after its reader has gone, or by a later
     attempt, and then the earlier one's ends with CANCELLED; DATA_LOSS with reason RETENTION_LOST if it is no longer
-    whole.
+    whole. INVALID_ARGUMENT if no first message with an `owner` comes, for which the owner waits 10 s.
     """
     Fetch: _grpc.UnaryStreamMultiCallable[_transfer_service_pb2.FetchRequest, _transfer_service_pb2.FetchResponse]
     """Fetch streams the bytes of a handle, in pieces of at most 1 MiB: the connector of last resort. Errors as
@@ -103,7 +103,7 @@ class TransferServiceAsyncStub(TransferServiceStub):
     and a second reader's with ALREADY_EXISTS. If the stream breaks, all its flows have failed. A flow that is retained
     (EdgeOutput.retain) may be opened again, and comes from its beginning: after its reader has gone, or by a later
     attempt, and then the earlier one's ends with CANCELLED; DATA_LOSS with reason RETENTION_LOST if it is no longer
-    whole.
+    whole. INVALID_ARGUMENT if no first message with an `owner` comes, for which the owner waits 10 s.
     """
     Fetch: _aio.UnaryStreamMultiCallable[_transfer_service_pb2.FetchRequest, _transfer_service_pb2.FetchResponse]  # type: ignore[assignment]
     """Fetch streams the bytes of a handle, in pieces of at most 1 MiB: the connector of last resort. Errors as
@@ -168,7 +168,7 @@ class TransferServiceServicer(metaclass=_abc_1.ABCMeta):
         and a second reader's with ALREADY_EXISTS. If the stream breaks, all its flows have failed. A flow that is retained
         (EdgeOutput.retain) may be opened again, and comes from its beginning: after its reader has gone, or by a later
         attempt, and then the earlier one's ends with CANCELLED; DATA_LOSS with reason RETENTION_LOST if it is no longer
-        whole.
+        whole. INVALID_ARGUMENT if no first message with an `owner` comes, for which the owner waits 10 s.
         """
 
     @_abc_1.abstractmethod
