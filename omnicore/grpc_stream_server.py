@@ -209,7 +209,7 @@ class ServedStream(StreamProtocol):
             )
         server.check(connection.path, StreamContext(self._transport, connection.metadata))
         connection.respond()
-        self._keepalive_timeout_s = method.keepalive_timeout_s
+        self._keepalive_timeout_s = method.keepalive_timeout_s  # until now it was anybody's
         self._handler = method.new_handler(self)
         return None
 

@@ -31,14 +31,14 @@ does not, because only we lost it, or nobody can take its place yet, the call fa
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peer:
-    """A producer: its claim and where its TransferService is."""
+    """A producer: its claim and where its TransferService is, "host:port"."""
 
     stage_id: int
     replica_id: int
     epoch: int
     endpoint: str
     session_endpoint: str
-    """Where flows cost less; may be empty."""
+    """Where Subscribe costs less; empty: nowhere."""
     name: str
 
     @classmethod

@@ -1,10 +1,15 @@
-"""A stream of ``omnicore.grpc_stream_server`` whose first message says what it is for: frames are taken and written
-within the event loop's reading and writing of the socket."""
+"""A stream whose first message, the greeting, says what it is for; here on a stream of ``omnicore.grpc_stream_server``:
+frames are taken and written within the event loop's reading and writing of the socket.
+
+Frames are taken in order, the greeting first. What comes while the greeting is heard is kept, up to a limit. Not
+guaranteed: that anything is taken of a stream that ends meanwhile.
+"""
 
 from __future__ import annotations
 
 import abc
 import asyncio
+from collections.abc import AsyncIterator, Callable
 from typing import Generic, Protocol, TypeVar
 
 from google.protobuf.message import Message
@@ -15,8 +20,8 @@ from stage_worker.frames import PART_OVERHEAD_BYTES, FrameWriter
 
 GREETING_TIMEOUT_S = 10.0
 """A stream that says nothing is closed after this."""
-_MOST_EARLY = 1024 * 1024
-"""Bytes that are kept until the greeting is heard, which takes seconds while a claim is asked for."""
+_MOST_EARLY_BYTES = 1024 * 1024
+"""What is kept until the greeting is heard, which takes seconds while a claim is asked for."""
 
 In = TypeVar("In", bound=Message)
 _Taken = TypeVar("_Taken", bound=Message, contravariant=True)
@@ -32,7 +37,7 @@ class Conversation(Protocol[_Taken, Out]):
         ...
 
     def take(self, request: _Taken, *, first: bool = False) -> None:
-        """What one frame asks for. What it raises ends the stream."""
+        """What one frame asks for; ``first``: it is the greeting. What it raises ends the stream."""
         ...
 
     def half_close(self) -> None:
@@ -40,8 +45,17 @@ class Conversation(Protocol[_Taken, Out]):
         ...
 
 
+async def greeting(requests: AsyncIterator[In], no_greeting: Callable[[], OmniError]) -> In:
+    """The first message of a stream of gRPC's own server. Raises ``no_greeting()`` if none comes in time."""
+    try:
+        async with asyncio.timeout(GREETING_TIMEOUT_S):
+            return await anext(requests)
+    except (StopAsyncIteration, TimeoutError):
+        raise no_greeting() from None
+
+
 class GreetedStream(abc.ABC, Generic[In, Out]):
-    """What comes on one stream; see ``StreamHandler``."""
+    """Takes what comes on one stream (``StreamHandler``). Its kinds say what a greeting opens and how that ends."""
 
     def __init__(self, stream: ServedStream, frame: type[In]) -> None:
         self._stream = stream
@@ -73,12 +87,14 @@ class GreetedStream(abc.ABC, Generic[In, Out]):
             self._conversation.take(frame)
         elif self._opening is not None:
             self._early_bytes += len(message) + PART_OVERHEAD_BYTES
-            if self._early_bytes > _MOST_EARLY:
-                raise ResourceExhaustedError(f"more than {_MOST_EARLY} bytes before the answer", reason="TOO_EARLY")
+            if self._early_bytes > _MOST_EARLY_BYTES:
+                raise ResourceExhaustedError(
+                    f"more than {_MOST_EARLY_BYTES} bytes before the answer", reason="TOO_EARLY"
+                )
             self._early.append(frame)
         else:
             self._limit.cancel()
-            self._opening = asyncio.create_task(self._open(frame), name="open stream")
+            self._opening = asyncio.create_task(self._open(frame), name="open-stream")
 
     def on_half_close(self) -> None:
         """No more frames will come."""

@@ -24,7 +24,7 @@ CLAIM_WAIT_S = 2.0
 
 class Identity:
     """The claims of one worker process. ``endpoint`` is where its gRPC server is reached, "host:port", and
-    ``session_endpoint`` where its sessions are."""
+    ``session_endpoint`` where sessions and subscriptions cost less."""
 
     def __init__(self, stage: types_pb2.StageRef, endpoint: str) -> None:
         self.instance_uuid = str(uuid.uuid4())

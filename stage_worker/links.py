@@ -22,19 +22,19 @@ from omnicore.log import get_logger
 from stage_worker.edges import ReaderKey, reader_key
 from stage_worker.flow_reader import SOURCE_WAIT_S, FlowReader, Peer
 from stage_worker.reading import Reads
+from stage_worker.subscriptions import METHOD
 
 _log = get_logger(__name__)
 
 ACK_DELAY_S = 0.004
-"""Acknowledgements of many flows leave together: a message costs as much as a chunk. Meanwhile the producer holds what
-was read."""
+"""Acknowledgements of many flows leave together: a message costs more than what it says. Meanwhile the producer holds
+what was read."""
 CONNECT_TIMEOUT_S = 2.0
 """As channels have it (``rpc.CHANNEL_OPTIONS``)."""
 KEEPALIVE_S = 2.0
 KEEPALIVE_TIMEOUT_S = 10.0
 """Requests wait for each other's data, so a producer that vanished is noticed soon: after 12 s. A worker answers pings
 in its event loop, which a step of an engine may keep."""
-_METHOD = "/omni.v1.TransferService/Subscribe"
 _BEYOND_ANY_END = 2**64 - 1
 
 
@@ -122,7 +122,7 @@ class _Link:
             address = addresses.pop(0)
             stream = open_stream(
                 dial(address),
-                _METHOD,
+                METHOD,
                 self._receive,
                 keepalive_s=KEEPALIVE_S,
                 keepalive_timeout_s=KEEPALIVE_TIMEOUT_S,

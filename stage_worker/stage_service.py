@@ -22,7 +22,7 @@ from omnicore.rpc import ServicerContext
 from stage_worker.calls import WorkerParts
 from stage_worker.engine import Tokenizing
 from stage_worker.frames import FrameWriter
-from stage_worker.greeted_stream import GREETING_TIMEOUT_S
+from stage_worker.greeted_stream import greeting
 from stage_worker.progress import LoadSource
 from stage_worker.rpc_end import on_done
 from stage_worker.runner import CallRunner
@@ -51,11 +51,7 @@ class StageServicer(pb_grpc.StageServiceServicer):
     ) -> AsyncIterator[pb.SessionResponse]:
         """Multiplex the calls of one gateway."""
         sessions = self._sessions
-        try:
-            async with asyncio.timeout(GREETING_TIMEOUT_S):
-                first = await anext(request_iterator)
-        except (StopAsyncIteration, TimeoutError):
-            raise no_hello() from None
+        first = await greeting(request_iterator, no_hello)
         session = await sessions.open(first)
         # A generator that is not resumed does not run its `finally`; this does, however the stream ends.
         on_done(context, lambda: sessions.end(session))

@@ -92,7 +92,7 @@ def no_owner() -> InvalidRequestError:
 
 
 class SubscriptionStream(GreetedStream[pb.SubscribeRequest, pb.SubscribeResponse]):
-    """One of them on a stream of ``omnicore.grpc_stream_server``."""
+    """A consumer's subscription on a stream of ``omnicore.grpc_stream_server``."""
 
     def __init__(self, subscriptions: SubscriptionSet, stream: ServedStream) -> None:
         super().__init__(stream, pb.SubscribeRequest)

@@ -10,7 +10,7 @@ from connectors.handles import HandleStore
 from omni.v1 import transfer_service_pb2 as pb
 from omni.v1 import transfer_service_pb2_grpc as pb_grpc
 from omnicore.rpc import ServicerContext
-from stage_worker.greeted_stream import GREETING_TIMEOUT_S
+from stage_worker.greeted_stream import greeting
 from stage_worker.identity import Identity
 from stage_worker.rpc_end import on_done
 from stage_worker.subscriptions import Subscription, SubscriptionSet, no_owner
@@ -67,11 +67,7 @@ class TransferServicer(pb_grpc.TransferServiceServicer):
         self, request_iterator: AsyncIterator[pb.SubscribeRequest], context: ServicerContext
     ) -> AsyncIterator[pb.SubscribeResponse]:
         """Chunks out, credits in."""
-        try:
-            async with asyncio.timeout(GREETING_TIMEOUT_S):
-                first = await anext(request_iterator)
-        except (StopAsyncIteration, TimeoutError):
-            raise no_owner() from None
+        first = await greeting(request_iterator, no_owner)
         subscription = await self._subscriptions.open(first)
         on_done(context, lambda: self._subscriptions.end(subscription))
         subscription.take(first, first=True)

@@ -42,9 +42,11 @@ def owner(worker: Worker, *, epoch: int = 0) -> types_pb2.ReplicaRef:
     return replica
 
 
-async def refusal(worker: Worker, *messages: pb.SubscribeRequest | bytes) -> errors.OmniError:
-    """How a stream ends that says ``messages``."""
-    dial = Dial(worker.identity.session_endpoint)
+async def refusal(
+    worker: Worker, *messages: pb.SubscribeRequest | bytes, endpoint: str | None = None
+) -> errors.OmniError:
+    """How a stream ends that says ``messages``, at the port of sessions if no other is given."""
+    dial = Dial(endpoint or worker.identity.session_endpoint)
     async with asyncio.timeout(60), open_stream(dial, METHOD, Received()) as stream:
         for message in messages:
             stream.write(message if isinstance(message, bytes) else message.SerializeToString())
@@ -173,7 +175,10 @@ async def test_what_a_subscription_refuses(monkeypatch: pytest.MonkeyPatch) -> N
             assert isinstance(refused, kind), refused
             assert says in refused.message
         monkeypatch.setattr(greeted_stream, "GREETING_TIMEOUT_S", 0.1)
-        assert "owner" in (await refusal(worker)).message
+        for endpoint in (worker.identity.session_endpoint, worker.identity.endpoint):
+            silent = await refusal(worker, endpoint=endpoint)
+            assert isinstance(silent, errors.InvalidRequestError)
+            assert "owner" in silent.message
         await wait_until(lambda: not len(worker.subscriptions), what="the end of the subscriptions")
         await assert_empty([worker])
 
