@@ -183,8 +183,11 @@ async def test_what_a_subscription_refuses(monkeypatch: pytest.MonkeyPatch) -> N
         await assert_empty([worker])
 
 
-async def test_a_consumer_that_does_not_read_costs_no_memory_and_stops_only_itself() -> None:
-    """Chunks wait for credits before they wait for room."""
+async def test_a_consumer_that_does_not_read_costs_no_memory_and_stops_only_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Chunks wait for credits before they wait for room; when many wait, their call pauses."""
+    monkeypatch.setattr(links, "KEEPALIVE_TIMEOUT_S", 120.0)  # whatever the other one takes
     plan = pipeline({"tokens": 3_000, "tpot_ms": 0.1})
     async with (
         local_worker(plan, 0) as thinker,
@@ -194,12 +197,13 @@ async def test_a_consumer_that_does_not_read_costs_no_memory_and_stops_only_itse
     ):
         stuck, free = flow_in(thinker), flow_in(thinker)
         stuck.flow.session_endpoint = proxy.address
-        await think.begin(call("stuck", "hello", outputs=[flow_out(1)]), call("free", "hello", outputs=[flow_out(1)]))
+        text, _ = await think.begin(*(call(name, "hello", outputs=[flow_out(1, "STEP")]) for name in ("stuck", "free")))
         (waiting,) = await talk.begin(call("stuck", emit=False, inputs=[stuck]))
         await wait_until(lambda: talker.parts.progress.outputs > 0, what="output")
         proxy.blackhole()
         assert (await talk.run(call("free", emit=False, inputs=[free]))).error is None
         assert not waiting.done.is_set()
+        assert not text.done.is_set(), "its producer went on"
         proxy.heal()
         assert (await waiting.wait()).error is None
         await assert_empty([thinker, talker])
