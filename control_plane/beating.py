@@ -22,7 +22,7 @@ class BeatingClaim:
     lease_ttl_s: float
     """As far as is known: that of a small fleet, until etcd has told."""
     known_s: float
-    """Since when it is known here."""
+    """When it became known here, by the monotonic clock."""
     connectors: list[types_pb2.ConnectorOffer] | None = None
     refresh_due_s: float = float("-inf")
     lost: bool = False
