@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
@@ -25,14 +25,13 @@ _MOST_EARLY_BYTES = 1024 * 1024
 
 In = TypeVar("In", bound=Message)
 _Taken = TypeVar("_Taken", bound=Message, contravariant=True)
-Out = TypeVar("Out", bound=Message)
 
 
-class Conversation(Protocol[_Taken, Out]):
+class Conversation(Protocol[_Taken]):
     """What a greeting has opened."""
 
     @property
-    def writer(self) -> FrameWriter[Out]:
+    def writer(self) -> FrameWriter[Any]:
         """What it has to say."""
         ...
 
@@ -45,6 +44,9 @@ class Conversation(Protocol[_Taken, Out]):
         ...
 
 
+Opened = TypeVar("Opened", bound=Conversation[Any])
+
+
 async def greeting(requests: AsyncIterator[In], no_greeting: Callable[[], OmniError]) -> In:
     """The first message of a stream of gRPC's own server. Raises ``no_greeting()`` if none comes in time."""
     try:
@@ -54,13 +56,13 @@ async def greeting(requests: AsyncIterator[In], no_greeting: Callable[[], OmniEr
         raise no_greeting() from None
 
 
-class GreetedStream(abc.ABC, Generic[In, Out]):
+class GreetedStream(abc.ABC, Generic[In, Opened]):
     """Takes what comes on one stream (``StreamHandler``). Its kinds say what a greeting opens and how that ends."""
 
     def __init__(self, stream: ServedStream, frame: type[In]) -> None:
         self._stream = stream
         self._frame = frame
-        self._conversation: Conversation[In, Out] | None = None
+        self._conversation: Opened | None = None
         self._opening: asyncio.Task[None] | None = None
         self._early: list[In] = []
         """What came meanwhile."""
@@ -73,12 +75,12 @@ class GreetedStream(abc.ABC, Generic[In, Out]):
         """What is told who says nothing."""
 
     @abc.abstractmethod
-    async def open(self, first: In) -> Conversation[In, Out]:
+    async def open(self, first: In) -> Opened:
         """Hear the greeting; ``first`` is taken afterwards. Raises what the stream ends with."""
 
     @abc.abstractmethod
-    def end(self) -> None:
-        """The stream is over; called if ``open`` has returned."""
+    def end(self, conversation: Opened) -> None:
+        """The stream is over, and so is what ``open`` has returned."""
 
     def on_message(self, message: bytes) -> None:
         """One frame. Raises what a conversation refuses."""
@@ -115,7 +117,7 @@ class GreetedStream(abc.ABC, Generic[In, Out]):
         if self._opening is not None:
             self._opening.cancel()
         if self._conversation is not None:
-            self.end()
+            self.end(self._conversation)
 
     async def _open(self, first: In) -> None:
         try:
@@ -129,6 +131,6 @@ class GreetedStream(abc.ABC, Generic[In, Out]):
         except Exception as error:  # noqa: BLE001 -- of whatever kind, it is this stream's end
             self._stream.finish(error)
 
-    def _write(self, frame: Out) -> bool:
+    def _write(self, frame: Message) -> bool:
         self._stream.write(frame.SerializeToString())
         return not self._stream.full

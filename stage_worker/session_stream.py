@@ -12,13 +12,12 @@ from stage_worker.sessions import SessionSet, no_hello
 METHOD = "/omni.v1.StageService/Session"
 
 
-class SessionStream(GreetedStream[pb.SessionRequest, pb.SessionResponse]):
+class SessionStream(GreetedStream[pb.SessionRequest, Session]):
     """See the module."""
 
     def __init__(self, sessions: SessionSet, stream: ServedStream) -> None:
         super().__init__(stream, pb.SessionRequest)
         self._sessions = sessions
-        self._session: Session | None = None
 
     def no_greeting(self) -> OmniError:
         """See the base class."""
@@ -26,10 +25,8 @@ class SessionStream(GreetedStream[pb.SessionRequest, pb.SessionResponse]):
 
     async def open(self, first: pb.SessionRequest) -> Session:
         """See the base class."""
-        self._session = await self._sessions.open(first)
-        return self._session
+        return await self._sessions.open(first)
 
-    def end(self) -> None:
+    def end(self, conversation: Session) -> None:
         """See the base class."""
-        if self._session is not None:
-            self._sessions.end(self._session)
+        self._sessions.end(conversation)

@@ -91,13 +91,12 @@ def no_owner() -> InvalidRequestError:
     return InvalidRequestError.field("owner", "required in the first message")
 
 
-class SubscriptionStream(GreetedStream[pb.SubscribeRequest, pb.SubscribeResponse]):
+class SubscriptionStream(GreetedStream[pb.SubscribeRequest, Subscription]):
     """A consumer's subscription on a stream of ``omnicore.grpc_stream_server``."""
 
     def __init__(self, subscriptions: SubscriptionSet, stream: ServedStream) -> None:
         super().__init__(stream, pb.SubscribeRequest)
         self._subscriptions = subscriptions
-        self._subscription: Subscription | None = None
 
     def no_greeting(self) -> OmniError:
         """See the base class."""
@@ -105,10 +104,8 @@ class SubscriptionStream(GreetedStream[pb.SubscribeRequest, pb.SubscribeResponse
 
     async def open(self, first: pb.SubscribeRequest) -> Subscription:
         """See the base class."""
-        self._subscription = await self._subscriptions.open(first)
-        return self._subscription
+        return await self._subscriptions.open(first)
 
-    def end(self) -> None:
+    def end(self, conversation: Subscription) -> None:
         """See the base class."""
-        if self._subscription is not None:
-            self._subscriptions.end(self._subscription)
+        self._subscriptions.end(conversation)
