@@ -63,6 +63,7 @@ class StreamMethod:
     """A method that is served."""
 
     new_handler: Callable[[ServedStream], StreamHandler]
+    """Called once the caller is allowed; what it raises ends the stream."""
     keepalive_timeout_s: float = KEEPALIVE_TIMEOUT_S
     """How long a client may take to answer a ping."""
 
@@ -209,7 +210,7 @@ class ServedStream(StreamProtocol):
             )
         server.check(connection.path, StreamContext(self._transport, connection.metadata))
         connection.respond()
-        self._keepalive_timeout_s = method.keepalive_timeout_s  # until now it was anybody's
+        self._keepalive_timeout_s = method.keepalive_timeout_s  # the default, until its method was known
         self._handler = method.new_handler(self)
         return None
 

@@ -19,7 +19,7 @@ from omni.v1 import transfer_service_pb2 as pb
 from omnicore.errors import OmniError, UnavailableError, from_exception, from_rpc_error
 from omnicore.grpc_stream import Dial, GrpcStream, open_stream
 from omnicore.log import get_logger
-from stage_worker.edges import ReaderKey, reader_key
+from stage_worker.edges import ReaderKey, edge_name, reader_key
 from stage_worker.flow_reader import SOURCE_WAIT_S, FlowReader, Peer
 from stage_worker.reading import Reads
 from stage_worker.subscriptions import METHOD
@@ -197,11 +197,10 @@ class PeerLinks:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def open(self, source: stage_service_pb2.FlowSource, edge: transfer_pb2.EdgeRef) -> FlowReader:
-        """Ask a producer for a flow. Raises ``UnavailableError`` if this worker reads
-        that flow already."""
+        """Ask a producer for a flow. Raises ``UnavailableError`` if this worker reads that flow already."""
         link = self._to(source)
         if link.is_reading(edge):
-            raise UnavailableError(f"flow {edge.from_stage}→{edge.to_stage} of {edge.request_id} is being read")
+            raise UnavailableError(f"flow {edge_name(edge)} of {edge.request_id} is being read")
         reading = self._reads.begin(edge, link.peer.name)
         reader = FlowReader(
             link, reading, source.window, replaceable=source.replaceable, source_wait_s=self.source_wait_s
