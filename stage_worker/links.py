@@ -32,9 +32,9 @@ what was read."""
 CONNECT_TIMEOUT_S = 2.0
 """As channels have it (``rpc.CHANNEL_OPTIONS``)."""
 KEEPALIVE_S = 2.0
-KEEPALIVE_TIMEOUT_S = 10.0
-"""Requests wait for each other's data, so a producer that vanished is noticed soon: after 12 s. A worker answers pings
-in its event loop, which a step of an engine may keep."""
+KEEPALIVE_TIMEOUT_S = 4.0
+"""Requests wait for each other's data, so a producer that hangs or has vanished is noticed soon: after 6 s. It answers
+in its event loop; gateways give up one whose loop stands still for 3 s while it has calls (``--hung-after-s``)."""
 _BEYOND_ANY_END = 2**64 - 1
 
 
@@ -117,9 +117,8 @@ class _Link:
     async def _connect(self, dial: Callable[[str], Dial], stack: contextlib.AsyncExitStack) -> GrpcStream:
         """Where flows cost less, or else where all of the peer's service is."""
         peer = self.peer
-        addresses = [address for address in (peer.session_endpoint, peer.endpoint) if address]
-        while True:
-            address = addresses.pop(0)
+        failure: OmniError = UnavailableError(f"replica {peer.name} has no address")
+        for address in filter(None, (peer.session_endpoint, peer.endpoint)):
             stream = open_stream(
                 dial(address),
                 METHOD,
@@ -127,7 +126,6 @@ class _Link:
                 keepalive_s=KEEPALIVE_S,
                 keepalive_timeout_s=KEEPALIVE_TIMEOUT_S,
             )
-            failure: OmniError
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     return await stack.enter_async_context(stream)
@@ -135,9 +133,8 @@ class _Link:
                 failure = from_rpc_error(error)
             except TimeoutError:
                 failure = UnavailableError(f"{address} does not answer within {CONNECT_TIMEOUT_S:g} s")
-            if not addresses:
-                raise failure
-            _log.info("another address is tried", peer=peer.name, instead_of=address, reason=failure.message)
+            _log.info("not reached", peer=peer.name, address=address, reason=failure.message)
+        raise failure
 
     def _receive(self, message: bytes) -> None:
         for chunk in pb.SubscribeResponse.FromString(message).chunks:
