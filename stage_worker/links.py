@@ -221,6 +221,9 @@ class PeerLinks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(list(self._tasks))
+        for link in self._links.values():
+            link.fail(None)  # whose task was cancelled before it began
+        self._links.clear()
 
     def _to(self, source: stage_service_pb2.FlowSource) -> _Link:
         """The link to a producer; a new one if there is none that works."""

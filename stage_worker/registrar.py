@@ -106,26 +106,26 @@ class Registrar:
 
     async def register(self, deadline_s: float | None, retry: tuple[type[OmniError], ...] = AWAY) -> None:
         """Claim a replica id. Raises what the control plane refuses with, but for ``retry``, and ``UnavailableError``
-        after the deadline (monotonic; None: never). ``NotFoundError`` for the pipeline comes at the deadline, too, or
-        ``plan_wait_s`` after the first one."""
-        plan_deadline_s = deadline_s
-        said = False
+        after the deadline (monotonic; None: never). ``NotFoundError`` for the pipeline comes at the deadline, too;
+        without one, after ``plan_wait_s`` in which control planes answered."""
+        waited_s = 0.0  # not while nobody answers: who comes back empty once more may get its plans again, too
         backoff = Backoff()
         while True:
             try:
                 return await self._claim(deadline_s, retry)
             except NotFoundError as error:
-                now_s = self._clock.monotonic()
-                if plan_deadline_s is None:
-                    plan_deadline_s = now_s + self._plan_wait_s
                 delay_s = backoff.next_delay_s()
-                if error.reason != "PIPELINE_NOT_FOUND" or now_s + delay_s > plan_deadline_s:
+                if deadline_s is not None:
+                    over = self._clock.monotonic() + delay_s > deadline_s
+                else:
+                    over = waited_s + delay_s > self._plan_wait_s
+                if error.reason != "PIPELINE_NOT_FOUND" or over:
                     raise
-                if not said:
+                if not waited_s:
                     _log.warning("waiting for the pipeline", control_plane=self._client.address, error=error.message)
-                    said = True
             await self._client.next_address()
             await asyncio.sleep(delay_s)
+            waited_s += delay_s
 
     async def _claim(self, deadline_s: float | None, retry: tuple[type[OmniError], ...]) -> None:
         async def attempt(channel: grpc.aio.Channel) -> pb.RegisterResponse:

@@ -7,8 +7,8 @@ import asyncio
 import grpc.aio
 import pytest
 
+from omni.v1 import transfer_pb2, types_pb2
 from omni.v1 import transfer_service_pb2 as pb
-from omni.v1 import types_pb2
 from omnicore import errors
 from omnicore.grpc_stream import Dial, open_stream
 from stage_worker import greeted_stream, links
@@ -130,6 +130,17 @@ async def test_an_address_that_may_not_be_dialled_is_told() -> None:
         lost = await talk.run(call("r", emit=False, inputs=[source]))
         assert isinstance(lost.error, errors.UnavailableError)
         assert "will not connect to worker 192.0.2.1:1 in plaintext" in lost.error.message
+        await assert_empty([thinker, talker])
+
+
+async def test_closing_fails_a_link_that_has_not_begun() -> None:
+    async with local_worker(FEW, 0) as thinker, local_worker(FEW, 1) as talker:
+        edge = transfer_pb2.EdgeRef(request_id="r", from_stage=0, to_stage=1)
+        reader = talker.parts.links.open(flow_in(thinker).flow, edge)
+        await talker.parts.links.close()
+        with pytest.raises(errors.UnavailableError):
+            await anext(reader)
+        await reader.aclose()
         await assert_empty([thinker, talker])
 
 
