@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
+import grpc
 import grpc.aio
 
 from omni.v1 import pipeline_pb2, pipeline_service_pb2, pipeline_service_pb2_grpc
@@ -62,10 +64,11 @@ class ControlPlaneClient:
             self._channel = self._connect(self.address)
         return self._channel
 
-    async def next_address(self) -> None:
-        """It failed: go on to the next one of the list."""
-        await self.close()
-        self._index = (self._index + 1) % len(self._addresses)
+    async def next_address(self, failed: grpc.aio.Channel | None = None) -> None:
+        """It failed: go on to the next one of the list, unless another task has done so since it opened ``failed``."""
+        if failed is None or failed is self._channel:
+            self._index = (self._index + 1) % len(self._addresses)
+            await self.close()
 
     async def close(self) -> None:
         """Close the channel; a later use opens another one."""
@@ -89,9 +92,11 @@ class ControlPlaneClient:
         backoff = Backoff()
         said = ""
         while True:
+            channel = self.channel
             try:
                 async with asyncio.timeout(ATTEMPT_TIMEOUT_S):
-                    return await attempt(self.channel)
+                    with closed_is_unavailable():
+                        return await attempt(channel)
             except grpc.aio.AioRpcError as failure:
                 error = from_rpc_error(failure)
             except TimeoutError:
@@ -109,8 +114,22 @@ class ControlPlaneClient:
             if said != error.reason:
                 _log.warning("waiting for the control plane", what=what, address=self.address, error=error.message)
                 said = error.reason
-            await self.next_address()
+            await self.next_address(channel)
             await asyncio.sleep(delay_s)
+
+
+@contextlib.contextmanager
+def closed_is_unavailable() -> Iterator[None]:
+    """Around a call on a channel that other tasks use, too. When one of them goes on to the next address, gRPC has who
+    waits here cancelled, as if this task were to end; raises ``grpc.aio.AioRpcError`` with UNAVAILABLE instead."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        nothing, why = grpc.aio.Metadata(), "given up for the next control plane"
+        raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, why, why) from None
 
 
 async def fetch_plan(

@@ -28,7 +28,7 @@ from omnicore.errors import (
     from_rpc_error,
 )
 from omnicore.log import get_logger
-from stage_worker.control_plane_client import AWAY, ControlPlaneClient
+from stage_worker.control_plane_client import AWAY, ControlPlaneClient, closed_is_unavailable
 from stage_worker.identity import Identity, replica_name
 from stage_worker.progress import LoadSource, Vitality
 
@@ -159,15 +159,16 @@ class Registrar:
         """Beat until cancelled, or until the claim is over. Raises ``EngineDiedError``."""
         backoff = Backoff()
         while True:
+            channel = self._client.channel
             try:
-                if not await self._beat_on_one_stream(backoff):
+                if not await self._beat_on_one_stream(channel, backoff):
                     return
             except (grpc.aio.AioRpcError, TimeoutError, asyncio.InvalidStateError) as error:
                 # gRPC says "invalid state" to who writes to a stream that has ended.
                 ended = isinstance(error, asyncio.InvalidStateError)
                 reason = "the stream ended" if ended else from_exception(error).message
                 _log.warning("heartbeats interrupted", control_plane=self._client.address, error=reason)
-            await self._client.next_address()
+            await self._client.next_address(channel)
             await asyncio.sleep(backoff.next_delay_s())
 
     async def deregister(self, reason: str) -> None:
@@ -179,22 +180,23 @@ class Registrar:
             return
         request = pb.DeregisterRequest(replica=self._identity.current, reason=reason, lease_id=self._lease_id)
         for _ in self._client.addresses:
+            channel = self._client.channel
             try:
-                stub = pb_grpc.RegistryServiceStub(self._client.channel)
-                await stub.Deregister(request, timeout=DEREGISTER_TIMEOUT_S)
+                with closed_is_unavailable():
+                    await pb_grpc.RegistryServiceStub(channel).Deregister(request, timeout=DEREGISTER_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
                 _log.warning(
                     "not deregistered", control_plane=self._client.address, error=from_rpc_error(error).message
                 )
-                await self._client.next_address()
+                await self._client.next_address(channel)
             else:
                 _log.info("deregistered", replica=replica_name(self._identity.current), reason=reason)
                 self._lease_id = 0
                 return
 
-    async def _beat_on_one_stream(self, backoff: Backoff) -> bool:
+    async def _beat_on_one_stream(self, channel: grpc.aio.Channel, backoff: Backoff) -> bool:
         """Beat until the stream breaks, which raises. False: the claim is over."""
-        call = pb_grpc.RegistryServiceStub(self._client.channel).Heartbeat(None)
+        call = pb_grpc.RegistryServiceStub(channel).Heartbeat(None)
         offers: list[types_pb2.ConnectorOffer] = []
         try:
             while True:
@@ -204,8 +206,9 @@ class Registrar:
                 self._kick.clear()
                 beat = self._beat(offers)
                 async with asyncio.timeout(self._beat_timeout_s):
-                    await call.write(beat)
-                    response = await call.read()
+                    with closed_is_unavailable():
+                        await call.write(beat)
+                        response = await call.read()
                 if not isinstance(response, pb.HeartbeatResponse):
                     raise TimeoutError("the control plane ended the stream")
                 backoff.reset()
