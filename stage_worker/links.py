@@ -119,16 +119,18 @@ class _Link:
         peer = self.peer
         failure: OmniError = UnavailableError(f"replica {peer.name} has no address")
         for address in filter(None, (peer.session_endpoint, peer.endpoint)):
-            stream = open_stream(
-                dial(address),
-                METHOD,
-                self._receive,
-                keepalive_s=KEEPALIVE_S,
-                keepalive_timeout_s=KEEPALIVE_TIMEOUT_S,
-            )
             try:
+                stream = open_stream(
+                    dial(address),
+                    METHOD,
+                    self._receive,
+                    keepalive_s=KEEPALIVE_S,
+                    keepalive_timeout_s=KEEPALIVE_TIMEOUT_S,
+                )
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     return await stack.enter_async_context(stream)
+            except ValueError:
+                failure = UnavailableError(f'{address!r} is no address: must be "host:port"')
             except grpc.aio.AioRpcError as error:
                 failure = from_rpc_error(error)
             except TimeoutError:

@@ -123,6 +123,23 @@ async def test_a_producer_out_of_reach_is_told_by_name() -> None:
         await assert_empty([thinker, talker])
 
 
+async def test_what_is_no_address_is_told_and_the_other_one_taken() -> None:
+    async with (
+        local_worker(FEW, 0) as thinker,
+        local_worker(FEW, 1) as talker,
+        sessions([thinker, talker]) as (think, talk),
+    ):
+        source = flow_in(thinker)
+        source.flow.session_endpoint = "nonsense"
+        await think.begin(call("r", "hello", outputs=[flow_out(1)]))
+        assert (await talk.run(call("r", emit=False, inputs=[source]))).error is None
+        source.flow.endpoint = "nonsense, too"
+        lost = await talk.run(call("s", emit=False, inputs=[source]))
+        assert isinstance(lost.error, errors.UnavailableError)
+        assert "'nonsense, too' is no address: must be \"host:port\"" in lost.error.message
+        await assert_empty([thinker, talker])
+
+
 async def test_an_address_that_may_not_be_dialled_is_told() -> None:
     async with local_worker(FEW, 0) as thinker, local_worker(FEW, 1) as talker, sessions([talker]) as (talk,):
         source = flow_in(thinker)
