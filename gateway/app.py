@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import os
 import signal
@@ -57,7 +56,9 @@ _CALL_OVERHEAD_BYTES = 64 * 1024
 # A hundred times Python's own first threshold: a collection per some thousands of requests, a few ms each.
 _GC_THRESHOLDS = (70_000, 10, 10)
 
-# A gateway among several listens without it after so long: what it is asked for may come from elsewhere meanwhile.
+# How long a gateway does not listen because it does not know what there is. A control plane that starts beside it is
+# there within a few seconds; without one, /health must answer before an orchestrator's probes give it up (Kubernetes'
+# default: 30 s).
 _FIRST_SNAPSHOT_S = 10.0
 
 
@@ -121,8 +122,13 @@ class Gateway:
         self._drain_until_s = 0.0
         self._grpc: rpc.RunningServer | None = None
 
-    async def start(self) -> dict[str, str]:
-        """Follow the control plane and listen; returns the addresses. Raises ``UnavailableError`` for a taken port."""
+    async def start(self, shutdown: Shutdown | None = None) -> dict[str, str]:
+        """Follow the control plane, and listen as soon as it has told what there is: who asks before is told by a
+        refused connection to try again or elsewhere, not that there is no such model. Without a control plane, and when
+        ``shutdown`` is asked for, not later than after 10 s, or at once.
+
+        Returns the addresses. Raises ``UnavailableError`` for a taken port.
+        """
         limits = HttpLimits(
             max_body_bytes=self.config.max_body_bytes,
             max_prompt_bytes=self._max_prompt_bytes,
@@ -143,9 +149,9 @@ class Gateway:
         self._rest = self._rest_api(access)
         self._rest.add_to(app.paths)
         http_host, http_port = configuration.split_host_port(self.config.http)
+        self.watch.start()
+        await self._heard_of_the_cluster(shutdown)
         if shared := not self.siblings.place.alone:
-            # The kernel sends us connections from the moment that we listen: first know what there is.
-            await self._heard_of_the_cluster()
             await self.siblings.start()
         self._http = HttpServer(
             app, http_host, http_port, tls=self._https, reuse_port=shared, answer_now=app.answer_now
@@ -160,8 +166,6 @@ class Gateway:
             interceptors=self._interceptors(),
             options=(("grpc.so_reuseport", int(shared)),),
         )
-        if not shared:
-            self.watch.start()
         await self._http.start()
         await self._grpc.set_serving(True)
         return {
@@ -197,13 +201,18 @@ class Gateway:
         if self._spans is not None:
             await self._spans.close()
 
-    async def _heard_of_the_cluster(self) -> None:
-        """Follow the control plane, and wait a bounded time for what it says."""
-        self.watch.start()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_FIRST_SNAPSHOT_S):
-                while not self.watch.connected:  # noqa: ASYNC110 -- once, at the start
-                    await asyncio.sleep(0.02)
+    async def _heard_of_the_cluster(self, shutdown: Shutdown | None) -> None:
+        """Wait a bounded time for what the control plane says."""
+        ends = [asyncio.create_task(self.watch.heard())]
+        if shutdown is not None:
+            ends.append(asyncio.create_task(shutdown.wait()))
+        try:
+            await asyncio.wait(ends, timeout=_FIRST_SNAPSHOT_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+        if not self.watch.connected:
+            _log.warning("no control plane has told what there is", control_plane=self.config.control_plane)
 
     def _interceptors(self) -> tuple[rpc.Interceptor, ...]:
         domain = self.config.tls_domain if self._security.encrypted else ""
@@ -235,7 +244,7 @@ async def serve(config: GatewayConfig) -> int:
     if gateway.access.wants_keys:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.access.reload)
     try:
-        addresses = await gateway.start()
+        addresses = await gateway.start(shutdown)
         # What exists now lives as long as the process: no collection needs to look at it again, and requests make
         # few cycles, so collections may be rare.
         gc.collect()

@@ -48,12 +48,17 @@ class ControlPlaneWatch:
         self._connect = connect
         self._silence_limit_s = silence_limit_s
         self._connected = 0
+        self._both = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def connected(self) -> bool:
         """Both watches have heard from a control plane and not lost it since."""
         return self._connected == 2
+
+    async def heard(self) -> None:
+        """Return once both watches have heard from a control plane."""
+        await self._both.wait()
 
     def start(self) -> None:
         """Begin, in tasks that this object owns."""
@@ -85,6 +90,8 @@ class ControlPlaneWatch:
                 if not heard:
                     heard = True
                     self._connected += 1
+                    if self.connected:
+                        self._both.set()
                     backoff.reset()
                     said_s.clear()
                     _log.info("control plane connected", address=address, watch=what)

@@ -23,11 +23,13 @@ from omni.v1 import (
     admin_service_pb2_grpc,
     inspect_service_pb2,
     inspect_service_pb2_grpc,
+    pipeline_service_pb2_grpc,
     registry_service_pb2,
     registry_service_pb2_grpc,
 )
 from omnicore import errors, rpc
 from omnicore.rpc import ServicerContext
+from tests.integration.gateway.scripted import ScriptedControlPlane
 from tests.support.ports import reserved_port
 from tests.support.processes import wait_until
 
@@ -37,12 +39,13 @@ NAMES = ("omni.v1.AdminService", "omni.v1.RegistryService", "omni.v1.InspectServ
 
 class Plane(
     admin_service_pb2_grpc.AdminServiceServicer,
-    registry_service_pb2_grpc.RegistryServiceServicer,
     inspect_service_pb2_grpc.InspectServiceServicer,
+    ScriptedControlPlane,
 ):
-    """A control plane that writes down what it is asked."""
+    """A control plane that writes down what it is asked. It has no pipelines and no replicas."""
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self.name = name
         self.loaded = True
         self.calls: list[str] = []
@@ -113,6 +116,7 @@ async def running(plane: Plane) -> AsyncIterator[str]:
     def add(server: grpc.aio.Server) -> None:
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(plane, server)
         registry_service_pb2_grpc.add_RegistryServiceServicer_to_server(plane, server)
+        pipeline_service_pb2_grpc.add_PipelineServiceServicer_to_server(plane, server)
         inspect_service_pb2_grpc.add_InspectServiceServicer_to_server(plane, server)
 
     server = await rpc.serve(add, NAMES, host="127.0.0.1", port=0)

@@ -182,12 +182,16 @@ def get(url: str) -> tuple[int, Any]:
 
 
 def chat(url: str, model: str) -> dict[str, Any]:
-    """One answer to one question."""
+    """One answer to one question. A refusal fails the test with what it says."""
     body = orjson.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
     request = urllib.request.Request(f"{url}/v1/chat/completions", body, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as response:
-        found: dict[str, Any] = orjson.loads(response.read())
-        return found
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            found: dict[str, Any] = orjson.loads(response.read())
+            return found
+    except urllib.error.HTTPError as error:
+        with error:
+            raise AssertionError(f"{error.code}: {error.read().decode()}") from error
 
 
 async def draw(ready: dict[str, Any], count: int) -> dict[int, list[int]]:
