@@ -134,27 +134,45 @@ def hashed(key: str) -> str:
 def parse(flag: str, content: bytes) -> KeyTable:
     """The keys of a file that ``flag`` named. Raises ``InvalidRequestError`` that names line and field; also for a file
     without any key, which is what is there while another one is being written."""
-    keys: dict[bytes, ApiKey] = {}
-    lines: dict[str, int] = {}
-    for number, line in enumerate(content.split(b"\n"), 1):
-        text = line.strip()
-        if not text or text.startswith(b"#"):
-            continue
-        try:
-            key = _parse_line(text)
-        except ValueError as error:
-            raise InvalidRequestError.field(flag, f"line {number} of the file: {error}") from None
-        digest = bytes.fromhex(key.sha256)
-        for name in (key.id, key.sha256):
-            if name in lines:
-                what = f"id {key.id!r}" if name == key.id else "key"
-                told = f"line {number} of the file: its {what} is in line {lines[name]} already"
-                raise InvalidRequestError.field(flag, told)
-            lines[name] = number
-        keys[digest] = key
-    if not keys:
+    lines = _Lines(flag, content)
+    if not lines.keys:
         raise InvalidRequestError.field(flag, "the file holds no key; `omnictl api-key create` makes one")
-    return KeyTable(keys)
+    return KeyTable({bytes.fromhex(key.sha256): key for key in lines.keys})
+
+
+def check_addition(flag: str, content: bytes, addition: ApiKey) -> None:
+    """Raise ``InvalidRequestError`` unless a line of ``addition`` may follow ``content``, which may be empty; what is
+    wrong with the one is told apart from what is wrong with the other."""
+    lines = _Lines(flag, content)
+    try:
+        lines.add(addition, content.count(b"\n") + 1)
+    except ValueError as error:
+        told = f"not added, {error}; choose another, or take that line out"
+        raise InvalidRequestError.field(flag, told) from None
+
+
+class _Lines:
+    """The keys of a file in their order; no two have the same id or the same key."""
+
+    def __init__(self, flag: str, content: bytes) -> None:
+        self.keys: list[ApiKey] = []
+        self._taken: dict[str, int] = {}
+        for number, line in enumerate(content.split(b"\n"), 1):
+            text = line.strip()
+            if not text or text.startswith(b"#"):
+                continue
+            try:
+                self.add(_parse_line(text), number)
+            except ValueError as error:
+                raise InvalidRequestError.field(flag, f"line {number} of the file: {error}") from None
+
+    def add(self, key: ApiKey, number: int) -> None:
+        """Raises ``ValueError`` that says which line is in the way."""
+        for name, what in ((key.id, f"id {key.id!r}"), (key.sha256, "key")):
+            if name in self._taken:
+                raise ValueError(f"its {what} is in line {self._taken[name]} already")
+            self._taken[name] = number
+        self.keys.append(key)
 
 
 def line(key: ApiKey) -> str:

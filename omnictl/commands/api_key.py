@@ -100,23 +100,23 @@ def _limit(text: str) -> int:
 
 async def _create(args: argparse.Namespace) -> int:
     key = api_keys.new_key()
-    line = _line(args, key)
+    made = _made(args, key)
     if args.file:
-        _append(Path(args.file), line)
+        _append(Path(args.file), made)
         print(f"{args.id}: appended to {args.file}; the key is not kept anywhere", file=sys.stderr)
     else:
-        print(line, file=sys.stderr)
+        print(api_keys.line(made), file=sys.stderr)
     print(key)
     return 0
 
 
 async def _hash(args: argparse.Namespace) -> int:
-    line = _line(args, sys.stdin.readline().strip())
+    made = _made(args, sys.stdin.readline().strip())
     if args.file:
-        _append(Path(args.file), line)
+        _append(Path(args.file), made)
         print(f"{args.id}: appended to {args.file}", file=sys.stderr)
     else:
-        print(line)
+        print(api_keys.line(made))
     return 0
 
 
@@ -126,50 +126,35 @@ async def _list(args: argparse.Namespace) -> int:
     return 0
 
 
-def _line(args: argparse.Namespace, key: str) -> str:
+def _made(args: argparse.Namespace, key: str) -> ApiKey:
     try:
-        return api_keys.line(
-            ApiKey(
-                id=args.id,
-                sha256=api_keys.hashed(key),
-                roles=frozenset(KeyRole(role) for role in args.role or ("client",)),
-                requests_per_minute=args.requests_per_minute,
-                tokens_per_minute=args.tokens_per_minute,
-                max_concurrent=args.max_concurrent,
-                priority=api_keys.parse_priority(args.priority),
-                expires_s=api_keys.parse_time(args.expires) if args.expires else None,
-            )
+        made = ApiKey(
+            id=args.id,
+            sha256=api_keys.hashed(key),
+            roles=frozenset(KeyRole(role) for role in args.role or ("client",)),
+            requests_per_minute=args.requests_per_minute,
+            tokens_per_minute=args.tokens_per_minute,
+            max_concurrent=args.max_concurrent,
+            priority=api_keys.parse_priority(args.priority),
+            expires_s=api_keys.parse_time(args.expires) if args.expires else None,
         )
+        api_keys.line(made)  # what no file may hold is told before one is opened
+        return made
     except ValueError as error:
         raise usage_error(str(error).replace("expires:", "--expires:").replace("id:", "ID:")) from None
 
 
-def _append(path: Path, line: str) -> None:
-    """Add ``line`` in one write, unless the file would then not be one of keys."""
+def _append(path: Path, key: ApiKey) -> None:
+    """Add the line of ``key`` in one write, unless the file would then not be one of keys."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         with os.fdopen(descriptor, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             content = file.read()
-            addition = (b"" if not content or content.endswith(b"\n") else b"\n") + line.encode() + b"\n"
-            _check(path, content, addition)
-            file.write(addition)
+            api_keys.check_addition(str(path), content, key)
+            file.write((b"" if not content or content.endswith(b"\n") else b"\n") + api_keys.line(key).encode() + b"\n")
     except OSError as error:
         raise InvalidRequestError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _check(path: Path, content: bytes, addition: bytes) -> None:
-    """Raise unless ``content`` and ``addition`` make a file of keys; a fault of the latter is not one of the file."""
-    whole = content + addition
-    last = whole.count(b"\n")
-    try:
-        api_keys.parse(str(path), whole)
-    except InvalidRequestError as error:
-        _, ours, fault = error.message.partition(f"line {last} of the file: ")
-        if not ours:
-            raise
-        told = f"not added, {fault}; choose another, or take that line out"
-        raise InvalidRequestError.field(str(path), told) from None
 
 
 def _read(path: Path) -> KeyTable:
