@@ -118,6 +118,7 @@ class Admission:
         self._timer: asyncio.TimerHandle | None = None
         self._left_s = clock.monotonic()
         self._between_s = 0.0
+        self._empty = asyncio.Event()
 
     @property
     def queued(self) -> int:
@@ -152,15 +153,22 @@ class Admission:
 
     def try_enter(self, entry: Entry) -> bool:
         """As ``enter``, without waiting: False, and nothing has happened, if it would have to wait (``full``)."""
-        if self.inflight >= self._max_inflight or self._queue.places:
+        if self.full:
             return False
-        account, _ = self._checked(entry)
+        self.take(entry, self.check(entry))
+        return True
+
+    def check(self, entry: Entry) -> Account:
+        """Where it counts from now on. Raises as ``enter`` if it may neither run nor wait."""
+        return self._checked(entry)[0]
+
+    def take(self, entry: Entry, account: Account) -> None:
+        """A place for what ``check`` has let pass in this turn of the event loop, while this is not ``full``."""
         self.inflight += 1
         self.waits[entry.priority].at_once += 1
         entry.account = account
         account.enter()
         account.admitted += 1
-        return True
 
     def _checked(self, entry: Entry) -> tuple[Account, float]:
         """Its account, where it counts from now on, and the time; raises if it may neither run nor wait."""
@@ -168,9 +176,7 @@ class Admission:
             raise _aborted(entry)
         if self.draining:
             self.rejected["draining"] += 1
-            raise errors.UnavailableError(
-                "this gateway is shutting down", reason="GATEWAY_DRAINING", retry_after_s=RETRY_AFTER_S
-            )
+            raise _draining()
         now_s = self._clock.monotonic()
         account = self.accounts.of(entry.key, now_s)
         if account.limited and (error := account.check(now_s)) is not None:
@@ -216,6 +222,19 @@ class Admission:
             self._free()
         self._left_s = now_s
 
+    async def empty(self) -> None:
+        """Return when nothing runs, and so nothing waits."""
+        while self.inflight:
+            self._empty.clear()
+            await self._empty.wait()
+
+    def refuse_waiting(self) -> None:
+        """Whoever waits is told that this gateway is shutting down."""
+        for entry in [entry for entry in self._waiting if self._queue.remove(entry)]:
+            self.rejected["draining"] += 1
+            if entry.place is not None and not entry.place.done():
+                entry.place.set_exception(_draining())
+
     def _pass_on(self) -> None:
         """A place is free."""
         while (following := self._queue.pop()) is not None:
@@ -229,6 +248,8 @@ class Admission:
         """A place is free, and nobody waits."""
         self.inflight -= 1
         assert self.inflight >= 0
+        if not self.inflight:
+            self._empty.set()
 
     async def _wait(self, entry: Entry, account: Account, now_s: float) -> None:
         """Returns with a place taken, or raises without."""
@@ -301,6 +322,12 @@ class Admission:
             metadata={"max_inflight": self._max_inflight, "queued": len(self._queue), "cause": reason},
             retry_after_s=math.ceil(wait_s),
         )
+
+
+def _draining() -> errors.UnavailableError:
+    return errors.UnavailableError(
+        "this gateway is shutting down", reason="GATEWAY_DRAINING", retry_after_s=RETRY_AFTER_S
+    )
 
 
 def _aborted(entry: Entry) -> errors.RequestCancelledError:

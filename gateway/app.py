@@ -99,6 +99,7 @@ class Gateway:
             admission,
             limits=Limits(config.retry_limit, config.replay_limit),
             buffer_limit_bytes=config.stream_buffer_bytes,
+            answer_limit_bytes=config.max_answer_bytes,
             kept_requests=config.kept_requests,
             on_end=self.metrics.request_ended,
             tracing=Tracing(Sampler(config.trace_sample), self._spans) if self._spans is not None else None,
@@ -197,7 +198,10 @@ class Gateway:
         await self.siblings.close()
         await self.orchestrator.close()
         await self.watch.close()
+        self.routes.close()
         await self.router.close()
+        if self._use is not None:
+            self._use.close()
         if self._spans is not None:
             await self._spans.close()
 

@@ -8,6 +8,7 @@ from gateway.access import cors
 from gateway.balancers import POLICIES
 from gateway.http.fetching import check_domains
 from gateway.processes.siblings import Place
+from gateway.request import MOST_ANSWER_BYTES
 from omnicore.config import host_port, host_ports, not_negative, option, positive, within
 from omnicore.process import ProcessConfig
 from omnicore.rpc import MAX_MESSAGE_BYTES
@@ -86,6 +87,9 @@ class GatewayConfig(ProcessConfig, SecurityConfig, TraceConfig):
     max_body_bytes: int = option(MAX_MESSAGE_BYTES, help="largest HTTP request body", check=positive)
     stream_buffer_bytes: int = option(
         8 * 1024 * 1024, help="output that may wait for one slow client before its request fails", check=positive
+    )
+    max_answer_bytes: int = option(
+        MOST_ANSWER_BYTES, help="largest answer in one piece; whoever wants more asks for a stream", check=positive
     )
     keepalive_s: float = option(15.0, help="a silent event stream gets a comment this often, seconds", check=positive)
     drain_timeout_s: float = option(

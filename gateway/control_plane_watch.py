@@ -96,21 +96,25 @@ class ControlPlaneWatch:
                     said_s.clear()
                     _log.info("control plane connected", address=address, watch=what)
 
-            channel = self._connect(address)
+            channel: grpc.aio.Channel | None = None
             try:
+                channel = self._connect(address)
                 await watch(channel, on_message)
                 reason = "the stream ended"
             except grpc.aio.AioRpcError as error:
                 reason = errors.from_rpc_error(error).message
             except TimeoutError:
                 reason = f"silent for {self._silence_limit_s:g} s"
+            except errors.OmniError as error:  # of certificates, say
+                reason = error.message
             except Exception:  # noqa: BLE001 -- logged, and the watch begins again
                 # A message that we cannot take in must not end the watch for good.
                 _log.exception("control plane message failed", address=address, watch=what)
                 reason = "a message could not be taken in"
             finally:
                 self._connected -= heard
-                await channel.close(None)
+                if channel is not None:
+                    await channel.close(None)
             now_s = asyncio.get_running_loop().time()
             if now_s - said_s.get(address, float("-inf")) >= _REMINDER_S:
                 said_s[address] = now_s

@@ -16,7 +16,7 @@ from gateway.emitted import FOLD_EVERY, Emitted
 from gateway.execution_parts import ExecutionParts
 from gateway.graph import PipelineGraph, RoutePlan, StageStep
 from gateway.replica_session import ReplicaSession
-from gateway.request import RequestSpec, RequestState
+from gateway.request import MOST_ANSWER_BYTES, RequestSpec, RequestState
 from gateway.request_trace import RequestTrace
 from gateway.stage_calls import merge_sampling, pass_trace_on
 from gateway.stage_pool import Assignment
@@ -45,13 +45,14 @@ class DirectRequest(RequestState):
         deadlines: Deadlines,
         *,
         buffer_limit_bytes: int,
+        answer_limit_bytes: int = MOST_ANSWER_BYTES,
         notes_output: bool,
         on_end: Callable[[DirectRequest], None],
         on_trouble: Callable[[DirectRequest, errors.OmniError], None],
     ) -> None:
         """``notes_output``: what is given to the client is noted, for a replay. ``on_end`` is called once the request
         has ended, unless ``on_trouble`` was called before: whoever takes over sees to the end as well."""
-        super().__init__(spec, plan, buffer_limit_bytes=buffer_limit_bytes)
+        super().__init__(spec, plan, buffer_limit_bytes=buffer_limit_bytes, answer_limit_bytes=answer_limit_bytes)
         self.assignment = assignment
         self.session = session
         self.session_breaks = session.breaks

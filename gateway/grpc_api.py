@@ -75,12 +75,12 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
                 if done:
                     return
         finally:
-            if state.replays:
-                context.set_trailing_metadata((("x-omniplane-replays", str(state.replays)),))
             state.abort("the client cancelled the call")
             self._calls -= 1
             if not self._calls:
                 self._idle.set()
+            if state.replays:
+                context.set_trailing_metadata((("x-omniplane-replays", str(state.replays)),))
 
     async def taken(self, timeout_s: float) -> None:
         """Return when every client of ``Generate`` has taken all of its answer, or it took too long."""

@@ -18,7 +18,7 @@ from gateway.direct import DirectCalls, DirectRequest
 from gateway.execution import Execution
 from gateway.execution_parts import Counts, ExecutionParts, Limits
 from gateway.paths import EdgePaths
-from gateway.request import RequestRecord, RequestSpec, RequestState
+from gateway.request import MOST_ANSWER_BYTES, RequestRecord, RequestSpec, RequestState, too_late
 from gateway.retry_budget import RetryBudget
 from gateway.router import Router
 from gateway.stage_work import EdgeKey
@@ -56,7 +56,7 @@ class _Owner:
         self._changed()
 
     def _limit_time(self) -> None:
-        left_s = self.state.started_s + self.state.spec.timeout_s - time.monotonic()
+        left_s = self.state.deadline_s - time.monotonic()
         self.deadline = asyncio.get_running_loop().call_later(max(0.0, left_s), self.state.end_late)
 
     def stop(self) -> None:
@@ -102,6 +102,7 @@ class Orchestrator:
         *,
         limits: Limits = Limits(),  # noqa: B008 -- frozen
         buffer_limit_bytes: int = 8 * 1024 * 1024,
+        answer_limit_bytes: int = MOST_ANSWER_BYTES,
         kept_requests: int = 1000,
         on_end: Callable[[RequestState], None] | None = None,
         tracing: Tracing | None = None,
@@ -117,12 +118,11 @@ class Orchestrator:
         self._direct = DirectCalls(self._parts)
         self._deadlines = Deadlines()
         self._buffer_limit_bytes = buffer_limit_bytes
+        self._answer_limit_bytes = answer_limit_bytes
         self._kept: deque[RequestRecord] = deque(maxlen=kept_requests)
         self._on_end = on_end
         self._tracing = tracing
         self._tasks: set[asyncio.Task[None]] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     async def submit(self, spec: RequestSpec) -> RequestState:
         """Admit a request and begin it. The caller consumes the state, or aborts it.
@@ -130,32 +130,35 @@ class Orchestrator:
         Raises ``AlreadyExistsError`` while a request of the same id runs, and what admission raises.
         """
         plan = spec.graph.plan(spec.task, spec.modalities)
-        queued_s = 0.0
+        queued_at_s = waited_s = 0.0
         if not self.admission.try_enter(spec.entry):
-            queued_s = time.time()
-            await self._enter(spec, queued_s)
+            queued_at_s = time.time()
+            waited_s = await self._enter(spec, queued_at_s)
         if spec.request_id in self.running:
             self.admission.leave(spec.entry)
             raise errors.AlreadyExistsError(
                 f"request {spec.request_id!r} is running", metadata={"request_id": spec.request_id}
             )
-        state = RequestState(spec, plan, buffer_limit_bytes=self._buffer_limit_bytes)
+        state = RequestState(
+            spec, plan, buffer_limit_bytes=self._buffer_limit_bytes, answer_limit_bytes=self._answer_limit_bytes
+        )
+        state.deadline_s -= waited_s
         state.note("admitted")
         if self._tracing is not None:
-            state.trace = self._tracing.begin(spec, queued_s)
+            state.trace = self._tracing.begin(spec, queued_at_s)
         self.budget.request_begun()
         owner = _Owner(state, self._parts, self._retire, self._go_on)
         state.stoppable = owner
         self.running[spec.request_id] = state
-        self._idle.clear()
         owner.begin()
         return state
 
     def submit_directly(self, spec: RequestSpec) -> DirectRequest | None:
         """As ``submit``, if nothing has to be waited for and one call is all there is to it. None, and nothing has
-        happened, for any other request."""
+        happened, for any other request. Raises what admission raises."""
         if self.admission.full or spec.request_id in self.running:
             return None
+        account = self.admission.check(spec.entry)  # who is refused takes nobody's turn
         plan = spec.graph.plan(spec.task, spec.modalities)
         if (placed := self._direct.place(spec, plan)) is None:
             return None
@@ -163,18 +166,18 @@ class Orchestrator:
         try:
             trace = self._tracing.begin(spec) if self._tracing is not None else None
             call = self._direct.call(spec, plan, trace)
-            self.admission.try_enter(spec.entry)
+            self.admission.take(spec.entry, account)
         except Exception:
             assignment.release()
             raise
         state = DirectRequest(
             spec, plan, assignment, session, self._deadlines, buffer_limit_bytes=self._buffer_limit_bytes,
-            notes_output=self._parts.limits.replays > 0, on_end=self._ended, on_trouble=self._take_over,
+            answer_limit_bytes=self._answer_limit_bytes, notes_output=self._parts.limits.replays > 0,
+            on_end=self._ended, on_trouble=self._take_over,
         )  # fmt: skip
         state.trace = trace
         self.budget.request_begun()
         self.running[spec.request_id] = state
-        self._idle.clear()
         state.begin(call)
         return state
 
@@ -199,12 +202,14 @@ class Orchestrator:
         return True
 
     async def drain(self, timeout_s: float) -> bool:
-        """Admit nothing new and wait for the rest; False if some still ran after ``timeout_s``, which then fail."""
+        """Admit nothing new and wait for what runs and for what has been let into the queue; False if some still ran
+        after ``timeout_s``, which then fail."""
         self.admission.draining = True
         try:
             async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
+                await self.admission.empty()
         except TimeoutError:
+            self.admission.refuse_waiting()
             for state in list(self.running.values()):
                 state.end(
                     "failed",
@@ -220,14 +225,21 @@ class Orchestrator:
         while self._tasks:
             await asyncio.wait(set(self._tasks))
 
-    async def _enter(self, spec: RequestSpec, queued_s: float) -> None:
-        """Wait for admission."""
+    async def _enter(self, spec: RequestSpec, queued_at_s: float) -> float:
+        """Wait for admission; returns how many seconds that took of the request's time. Raises
+        ``DeadlineExceededError`` when that is over."""
+        begun_s = time.monotonic()
         try:
-            await self.admission.enter(spec.entry)
+            try:
+                async with asyncio.timeout(spec.timeout_s):
+                    await self.admission.enter(spec.entry)
+            except TimeoutError:
+                raise too_late(spec) from None
         except errors.OmniError as error:
             if self._tracing is not None:
-                self._tracing.refused(spec, queued_s, error)
+                self._tracing.refused(spec, queued_at_s, error)
             raise
+        return time.monotonic() - begun_s
 
     def _take_over(self, state: DirectRequest, error: errors.OmniError) -> None:
         """Its call has failed: from here on it is a request as all others."""
@@ -283,8 +295,6 @@ class Orchestrator:
         self.running.pop(state.request_id, None)
         self.admission.leave(state.spec.entry, state.usage.prompt_tokens + state.usage.completion_tokens)
         self._kept.append(state.record())
-        if not self.running:
-            self._idle.set()
         if self._on_end is not None:
             self._on_end(state)
         if state.trace is not None and self._tracing is not None:

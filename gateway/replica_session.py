@@ -259,7 +259,7 @@ class ReplicaSession:
             self._task = None
 
     async def retire(self, silence_limit_s: float | None = None) -> None:
-        """Take no new calls, let the open ones end, then close. Returns when closed.
+        """Of a replica that is routed to no more: let the open calls end, then close. Returns when closed.
 
         ``silence_limit_s``: close as soon as the replica has sent nothing for so long, which fails its calls.
         """

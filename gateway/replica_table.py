@@ -140,8 +140,6 @@ class ReplicaTable:
         """Take in one message of WatchPipelines."""
         graphs = {pipeline.name: PipelineGraph(pipeline) for pipeline in changed}
         gone = [name for name in self.pipelines if name not in graphs] if snapshot else list(removed)
-        self.pipeline_revision = revision
-        self.pipelines.heard = True
         for name in gone:
             if self.pipelines.pop(name, None) is not None:
                 _log.info("pipeline gone", pipeline=name)
@@ -157,6 +155,8 @@ class ReplicaTable:
                 listener.on_pipeline(name, graph)
             for view in [view for view in self.replicas.values() if view.key[0] == name]:
                 self._set(view.key, dataclasses.replace(view, lacking=self._lacking(view.record)))
+        self.pipeline_revision = revision  # last, as in ``apply_replicas``
+        self.pipelines.heard = True
 
     def apply_replicas(
         self,
@@ -176,7 +176,7 @@ class ReplicaTable:
         """
         now_s = self._clock.monotonic()
         records = {replica_key(record.ref): record for record in changed}
-        self.revision, self.stale = revision, stale
+        self.stale = stale
         by_themselves = {(*replica_key(ref), ref.epoch) for ref in lapsed}
         for ref in removed:
             view = self.replicas.get(replica_key(ref))
@@ -197,6 +197,7 @@ class ReplicaTable:
                 moved = record.endpoint != old.record.endpoint
                 before = ReplicaView(record) if moved else old
                 self._set(key, dataclasses.replace(before, record=record, lacking=lacking, unclaimed_s=None))
+        self.revision = revision  # last, so that a watch that failed in between resumes before this message
 
     def _lose(self, view: ReplicaView, now_s: float, *, keep: bool) -> None:
         """The registry has no claim of it. ``keep``: for a while, if we are in touch with it, and neither the registry

@@ -20,6 +20,9 @@ from gateway.request_trace import RequestTrace
 from omni.v1 import prompt_pb2, sampling_pb2, stage_service_pb2, types_pb2
 from omnicore import errors
 
+MOST_ANSWER_BYTES = 128 * 1024 * 1024
+"""The default of what an answer in one piece may hold: 40 minutes of speech (24 kHz, 16 bit), or half a million tokens
+that came one by one."""
 # Memory of an event beyond its text and media, so that a flood of tiny events counts too.
 _EVENT_OVERHEAD_BYTES = 256
 
@@ -119,6 +122,19 @@ class Stoppable(Protocol):
         ...
 
 
+class Leavable(Protocol):
+    """What ends when the client leaves: a request, or what stands for one or several."""
+
+    @property
+    def replays(self) -> int:
+        """How often lost stages were begun again after output."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """The client has left."""
+        ...
+
+
 class Consumer(Protocol):
     """Who takes a request's output as it comes."""
 
@@ -132,13 +148,22 @@ class RequestState:
 
     # Of thousands that live at a time, each token touches some: they lie close together.
     __slots__ = (
-        "__weakref__", "_buffer_limit_bytes", "_buffered_bytes", "_consumer", "_flusher", "_noted", "_outputs",
-        "_queued", "_wake", "_wake_on_output", "companions", "delivered", "error", "finish_reason", "first_output_s",
-        "flushed_s", "plan", "replays", "request_id", "spec", "started_s", "status", "stoppable", "trace", "usage",
-        "wire_id",
+        "__weakref__", "_answer_limit_bytes", "_buffer_limit_bytes", "_buffered_bytes", "_consumer", "_flusher",
+        "_in_one_piece", "_noted", "_outputs", "_queued", "_wake", "_wake_on_output", "companions", "deadline_s",
+        "delivered", "error", "finish_reason", "first_output_s", "flushed_s", "plan", "replays", "request_id", "spec",
+        "started_s", "status", "stoppable", "trace", "usage", "wire_id",
     )  # fmt: skip
 
-    def __init__(self, spec: RequestSpec, plan: RoutePlan, *, buffer_limit_bytes: int) -> None:
+    def __init__(
+        self,
+        spec: RequestSpec,
+        plan: RoutePlan,
+        *,
+        buffer_limit_bytes: int,
+        answer_limit_bytes: int = MOST_ANSWER_BYTES,
+    ) -> None:
+        """``buffer_limit_bytes`` of output may wait for a consumer that takes it as it comes, ``answer_limit_bytes``
+        for one that takes all of it at the end."""
         self.spec = spec
         self.request_id = spec.request_id
         """As the client knows it."""
@@ -154,6 +179,8 @@ class RequestState:
         self.replays = 0
         """How often lost stages were begun again after output."""
         self.started_s = time.monotonic()
+        self.deadline_s = self.started_s + spec.timeout_s
+        """Monotonic. Sooner by what it has waited for admission."""
         self.first_output_s: float | None = None
         """Monotonic."""
         self._noted: list[_Noted] = []
@@ -163,6 +190,8 @@ class RequestState:
         self.trace: RequestTrace | None = None
         """None: it is not traced."""
         self._buffer_limit_bytes = buffer_limit_bytes
+        self._answer_limit_bytes = answer_limit_bytes
+        self._in_one_piece = False
         self._outputs: list[stage_service_pb2.StageEvent] = []
         self._buffered_bytes = 0
         self._wake: asyncio.Future[None] | None = None
@@ -204,15 +233,7 @@ class RequestState:
         self._buffered_bytes += size_bytes + _EVENT_OVERHEAD_BYTES
         if self._buffered_bytes > self._buffer_limit_bytes:
             self._outputs.clear()  # nobody will read it: free it now
-            self.end(
-                "failed",
-                errors.ResourceExhaustedError(
-                    f"the client reads too slowly: {self._buffered_bytes} bytes wait for it,"
-                    f" {self._buffer_limit_bytes} may",
-                    reason="CLIENT_TOO_SLOW",
-                    metadata={"buffered_bytes": self._buffered_bytes, "limit_bytes": self._buffer_limit_bytes},
-                ),
-            )
+            self.end("failed", self._too_much())
         elif self._wake_on_output:  # not again before it has run
             if (flusher := self._flusher) is None or self._queued:
                 self._wake_consumer()
@@ -221,6 +242,21 @@ class RequestState:
             if not flusher.ready:
                 flusher.wake()
             flusher.ready.append(self)
+
+    def _too_much(self) -> errors.OmniError:
+        bytes_, limit_bytes = self._buffered_bytes, self._buffer_limit_bytes
+        metadata = {"buffered_bytes": bytes_, "limit_bytes": limit_bytes}
+        if self._in_one_piece:  # not to be tried again, as clients do with what is exhausted
+            return errors.FailedPreconditionError(
+                f"the answer has more than {limit_bytes} bytes: ask for a stream, or for less",
+                reason="ANSWER_TOO_LARGE",
+                metadata=metadata,
+            )
+        return errors.ResourceExhaustedError(
+            f"the client reads too slowly: {bytes_} bytes wait for it, {limit_bytes} may",
+            reason="CLIENT_TOO_SLOW",
+            metadata=metadata,
+        )
 
     def discard_output(self) -> None:
         """Forget what an attempt brought, before the next one; only while nothing is delivered."""
@@ -237,19 +273,15 @@ class RequestState:
             return
         self.status, self.error = status, error
         self.note(status, detail=error.message if error is not None else "")
-        self._wake_consumer()
-        if status != "finished" and self.stoppable is not None:
-            self.stoppable.stop()
+        try:
+            self._wake_consumer()
+        finally:
+            if status != "finished" and self.stoppable is not None:
+                self.stoppable.stop()
 
     def end_late(self) -> None:
         """Its time is over."""
-        timeout_s, request_id = self.spec.timeout_s, self.request_id
-        self.end(
-            "failed",
-            errors.DeadlineExceededError(
-                f"request {request_id} was not done within {timeout_s:g} s", metadata={"request_id": request_id}
-            ),
-        )
+        self.end("failed", too_late(self.spec))
 
     def abort(self, reason: str) -> None:
         """The client is gone, or somebody ended the request: output that waits is not wanted any more.
@@ -286,6 +318,7 @@ class RequestState:
 
     async def collect(self) -> list[stage_service_pb2.StageEvent]:
         """All output of the request, at its end. Raises the error of a request that failed."""
+        self._takes_all_at_end()
         while self.status == "running":
             self._wake = asyncio.get_running_loop().create_future()
             try:
@@ -307,9 +340,14 @@ class RequestState:
 
     def attach_for_end(self, consumer: Consumer) -> None:
         """From now on ``consumer`` is called at the end, in the very moment of it. Not with ``next`` or ``collect``."""
+        self._takes_all_at_end()
         self._consumer = consumer
         if self.ended:
             self.flush()
+
+    def _takes_all_at_end(self) -> None:
+        """What waits does not mean that somebody is slow."""
+        self._in_one_piece, self._buffer_limit_bytes = True, self._answer_limit_bytes
 
     def take(self) -> list[stage_service_pb2.StageEvent]:
         """All output since the last time, maybe none: what an attached consumer calls."""
@@ -348,3 +386,10 @@ class RequestState:
         elif self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
             self._wake_on_output = False  # one wake-up for all that comes before the consumer runs
+
+
+def too_late(spec: RequestSpec) -> errors.DeadlineExceededError:
+    """What a request fails with whose time is over."""
+    return errors.DeadlineExceededError(
+        f"request {spec.request_id} was not done within {spec.timeout_s:g} s", metadata={"request_id": spec.request_id}
+    )

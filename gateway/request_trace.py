@@ -11,16 +11,16 @@ from omnicore.tracing import TraceContext
 class RequestTrace:
     """See the module."""
 
-    __slots__ = ("context", "parent_id", "queued_s", "request_id")
+    __slots__ = ("context", "parent_id", "queued_at_s", "request_id")
 
-    def __init__(self, context: TraceContext, parent_id: int, request_id: str, queued_s: float = 0.0) -> None:
+    def __init__(self, context: TraceContext, parent_id: int, request_id: str, queued_at_s: float = 0.0) -> None:
         self.context = context
         """Of the request's own span."""
         self.parent_id = parent_id
         """The caller's span; 0: it told of none."""
         self.request_id = request_id
         """As its client knows it: what all spans tell."""
-        self.queued_s = queued_s
+        self.queued_at_s = queued_at_s
         """Since when it waited for admission, wall time; 0: it did not wait."""
 
     def call(self, stage_id: int, attempt: int, role: str = "") -> TraceContext:

@@ -19,7 +19,7 @@ from gateway.prefix import prefix_key
 from gateway.replica_session import ReplicaSession
 from gateway.replica_table import Claim, ReplicaTable, ReplicaView, StageKey, replica_key
 from gateway.request import RequestSpec
-from gateway.stage_pool import Assignment, ReplicaSlot, StagePool
+from gateway.stage_pool import Assignment, PoolClosedError, ReplicaSlot, StagePool
 from gateway.topology import Distances
 from omni.v1 import prompt_pb2, types_pb2
 from omnicore import errors, rpc
@@ -95,17 +95,23 @@ class Router:
     ) -> Assignment:
         """Assign a replica of a stage; see ``StagePool.pick``. ``strict_session`` None: as the pipeline says. Raises
         ``NotFoundError`` for an unknown stage."""
-        pool = self._known(key)
-        strict_session = self.is_strict(key[0], session_id, strict_session)
-        assignment = await pool.pick(
-            request_id,
-            affinity_from=affinity_from,
-            session_id=session_id,
-            strict_session=strict_session,
-            exclude=exclude,
-            hint=hint,
-            max_wait_s=self._max_wait_s if max_wait_s is None else max_wait_s,
-        )
+        left_s = self._max_wait_s if max_wait_s is None else max_wait_s
+        deadline_s = self._clock.monotonic() + left_s
+        while True:
+            pool = self._known(key)
+            try:
+                assignment = await pool.pick(
+                    request_id,
+                    affinity_from=affinity_from,
+                    session_id=session_id,
+                    strict_session=self.is_strict(key[0], session_id, strict_session),
+                    exclude=exclude,
+                    hint=hint,
+                    max_wait_s=left_s,
+                )
+                break
+            except PoolClosedError:  # its pipeline was taken away; it may have been applied again
+                left_s = max(0.0, deadline_s - self._clock.monotonic())
         if _log.wants_debug:
             self._log_route(pool, assignment)
         return assignment
@@ -246,7 +252,7 @@ class Router:
         for key in wanted:
             self._follow_policy(self._pool(key))
         for key in [key for key, pool in self.pools.items() if key[0] == name and key not in wanted and not pool.slots]:
-            del self.pools[key]
+            self._drop_pool(key)
 
     def on_replica(self, old: ReplicaView | None, new: ReplicaView | None) -> None:
         """Put the replica into its pool, or take it out; open its session, or retire it."""
@@ -256,7 +262,7 @@ class Router:
             pool.invalidate(old.key)
             pool.remove(old.key)
             if not pool.slots and old.key[0] not in self.table.pipelines:
-                self.pools.pop(pool.key, None)  # its pipeline went before it
+                self._drop_pool(pool.key)  # its pipeline went before it
             # Who leaves finishes its work. Who fell silent and lost its claim by that may hang for ever.
             self._retire(old.claim, LOST_SILENCE_S if old.unresponsive else None)
             return
@@ -281,6 +287,10 @@ class Router:
         # The session tells load sooner and oftener; until it does, the control plane's word is all there is.
         if not slot.hears_session and record.HasField("load") and (old is None or old.record.load != record.load):
             slot.report(record.load)
+
+    def _drop_pool(self, key: StageKey) -> None:
+        if (pool := self.pools.pop(key, None)) is not None:
+            pool.close()
 
     def _retire(self, claim: Claim, silence_limit_s: float | None = None) -> None:
         """Let what runs in a session end, then close it."""

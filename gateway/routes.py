@@ -3,16 +3,20 @@ until it is so old that its caller must be gone."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 
 from gateway.balancers import NO_HINT, Hint
 from gateway.replica_table import Claim, StageKey
 from gateway.router import Router
 from gateway.stage_pool import Assignment
+from omnicore import errors
 from omnicore.clock import SYSTEM_CLOCK, Clock
 
 # As long as the longest request may take (the gateway's default limit).
 ROUTE_TTL_S = 600.0
+# Some 30 MB. Callers that hold more do not release what they route.
+MOST_ROUTES = 65_536
 
 
 class RouteTable:
@@ -24,6 +28,7 @@ class RouteTable:
         self._clock = clock
         # Oldest first, so that expiry looks only at what it ends.
         self._held: OrderedDict[tuple[str, StageKey], tuple[Assignment, float]] = OrderedDict()
+        self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._held)
@@ -42,11 +47,17 @@ class RouteTable:
     ) -> tuple[Assignment, bool]:
         """The assignment of a request at a stage, and whether it was held before.
 
-        ``exclude`` holds replica ids. Raises as ``Router.pick``.
+        ``exclude`` holds replica ids. Raises as ``Router.pick``, and ``ResourceExhaustedError`` when too many are held.
         """
         self._expire()
         place = (request_id, stage)
         before = self._held.get(place)
+        if before is None and len(self._held) >= MOST_ROUTES:
+            raise errors.ResourceExhaustedError(
+                f"{len(self._held)} routes are held here: release those that are not needed any more",
+                reason="TOO_MANY_ROUTES",
+                retry_after_s=1.0,
+            )
         assignment = await self._router.pick(
             stage,
             _binding_id(request_id),
@@ -62,6 +73,7 @@ class RouteTable:
             now[0].release()  # its replica is no longer usable; the new one takes its place
         self._held[place] = (assignment, self._clock.monotonic() + self._ttl_s)
         self._held.move_to_end(place)
+        self._arm()
         return assignment, before is not None and before[0] is assignment
 
     def release(self, request_id: str, stage: StageKey | None) -> int:
@@ -73,6 +85,24 @@ class RouteTable:
                 held[0].release()
                 released += 1
         return released
+
+    def close(self) -> None:
+        """Look after nothing any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self) -> None:
+        """Come back when the oldest is too old."""
+        if self._timer is None and self._held:
+            _, expires_s = next(iter(self._held.values()))
+            wait_s = max(0.0, expires_s - self._clock.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._expire()
+        self._arm()
 
     def _expire(self) -> None:
         now_s = self._clock.monotonic()

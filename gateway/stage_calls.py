@@ -25,7 +25,7 @@ class CallMaker:
         self._plan: RoutePlan = state.plan
         self._works = works
         self._paths = paths
-        self._deadline_s = state.started_s + state.spec.timeout_s
+        self._deadline_s = state.deadline_s
 
     def call(self, run: StageRun) -> stage_service_pb2.StageCall:
         """The call of ``run``, whose attempt and way of starting are set."""

@@ -14,8 +14,10 @@ once; a binding never outlives its assignment. Membership is not decided here.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import dataclasses
 import hashlib
+import operator
 from collections import OrderedDict
 from collections.abc import Collection
 from typing import Any
@@ -135,6 +137,13 @@ class _SessionBinding:
     used_s: float
 
 
+class PoolClosedError(Exception):
+    """The stage went while a pick waited at it; there may be another one by now."""
+
+
+_order = operator.attrgetter("order")
+
+
 class StagePool:
     """The replicas of one stage of one pipeline."""
 
@@ -161,6 +170,7 @@ class StagePool:
         self._bindings: dict[str, Assignment] = {}
         self._sessions: OrderedDict[str, _SessionBinding] = OrderedDict()
         self._waiters: dict[asyncio.Future[None], None] = {}  # the longest waiting first
+        self._closed = False
 
     @property
     def policy(self) -> str:
@@ -198,34 +208,49 @@ class StagePool:
     def put(self, view: ReplicaView) -> ReplicaSlot:
         """A replica is new or changed. A new epoch must have been removed under its old one before."""
         slot = self.slots.get(view.key)
+        before: bool | None = None
         if slot is None:
             slot = self.slots[view.key] = ReplicaSlot(view)
-        slot.see(view)
+        else:
+            before = slot.suspect if slot.routable else None
+            slot.see(view)
         slot.profile = self._distances.profile(view.record)
-        self._rebuild()
+        now = slot.suspect if slot.routable else None
+        if now is not before:  # most changes are of the load alone
+            self._leave_tier(slot, before)
+            if now is not None:
+                tier = self._suspect if now else self._healthy
+                bisect.insort(tier, slot, key=_order)
+            self._wake_waiters()
         return slot
 
     def remove(self, key: ReplicaKey) -> None:
         """A replica is gone. Assignments to it stay valid until their holders release them."""
-        if self.slots.pop(key, None) is not None:
-            self._rebuild()
+        if (slot := self.slots.pop(key, None)) is not None:
+            self._leave_tier(slot, slot.suspect if slot.routable else None)
+            self._wake_waiters()
 
-    def invalidate(self, key: ReplicaKey) -> list[str]:
-        """Forget that requests belong to this replica; returns their ids. Its sessions know their owner by its epoch,
-        and find it gone when they come back."""
-        affected = [request_id for request_id, held in self._bindings.items() if held.slot.key == key]
-        for request_id in affected:
+    def invalidate(self, key: ReplicaKey) -> None:
+        """Forget that requests belong to this replica. Its sessions know their owner by its epoch, and find it gone
+        when they come back."""
+        for request_id in [request_id for request_id, held in self._bindings.items() if held.slot.key == key]:
             del self._bindings[request_id]
-        return affected
 
-    def _rebuild(self) -> None:
-        routable = sorted((s for s in self.slots.values() if s.routable), key=lambda s: s.order)
-        self._healthy = [slot for slot in routable if not slot.suspect]
-        self._suspect = [slot for slot in routable if slot.suspect]
-        if routable:
-            for waiter in self._waiters:
-                if not waiter.done():
-                    waiter.set_result(None)
+    def close(self) -> None:
+        """The stage is gone: whoever waits here looks for it again."""
+        self._closed = True
+        self._wake_waiters()
+
+    def _leave_tier(self, slot: ReplicaSlot, suspect: bool | None) -> None:
+        """``suspect`` None: it is in none."""
+        if suspect is not None:
+            tier = self._suspect if suspect else self._healthy
+            del tier[bisect.bisect_left(tier, slot.order, key=_order)]
+
+    def _wake_waiters(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     # -- routing --
 
@@ -243,8 +268,8 @@ class StagePool:
         """Assign a replica, waiting up to ``max_wait_s`` seconds for a routable one.
 
         Who has waited longest is served first. ``strict_session``: the owner of the session, or nobody. Raises
-        ``UnavailableError`` when none became routable in time, or when too many wait already, and
-        ``FailedPreconditionError`` (SESSION_LOST) when the owner that it must be is gone.
+        ``UnavailableError`` when none became routable in time, or when too many wait already,
+        ``FailedPreconditionError`` (SESSION_LOST) when the owner that it must be is gone, and ``PoolClosedError``.
         """
         options: dict[str, Any] = {
             "affinity_from": affinity_from,
@@ -272,6 +297,8 @@ class StagePool:
                 await asyncio.wait((waiter,), timeout=left_s)
             finally:
                 self._waiters.pop(waiter, None)
+            if self._closed:
+                raise PoolClosedError
             if (found := self.try_pick(request_id, **options)) is not None:
                 return found
         raise self._nobody(session_id if strict_session else "", len(exclude), max_wait_s)

@@ -31,12 +31,12 @@ class Tracing:
         self._sampler = sampler
         self._sink = sink
 
-    def begin(self, spec: RequestSpec, queued_s: float = 0.0) -> RequestTrace | None:
-        """What goes with a request that is traced; None: it is not. ``queued_s``: since when it waited for admission,
-        wall time; 0: it did not wait."""
+    def begin(self, spec: RequestSpec, queued_at_s: float = 0.0) -> RequestTrace | None:
+        """What goes with a request that is traced; None: it is not. ``queued_at_s``: since when it waited for
+        admission, wall time; 0: it did not wait."""
         if (begun := self._sampler.begin(spec.trace_parent, spec.trace_state)) is None:
             return None
-        return RequestTrace(*begun, spec.request_id, queued_s)
+        return RequestTrace(*begun, spec.request_id, queued_at_s)
 
     def ended(self, state: RequestState) -> None:
         """A request has ended: send its spans, if it is traced."""
@@ -47,10 +47,10 @@ class Tracing:
         except Exception:  # noqa: BLE001 -- a defect here must cost no more than the trace
             _log.exception("no trace of a request", request_id=state.request_id)
 
-    def refused(self, spec: RequestSpec, queued_s: float, error: errors.OmniError) -> None:
+    def refused(self, spec: RequestSpec, queued_at_s: float, error: errors.OmniError) -> None:
         """A request was not admitted."""
-        if (trace := self.begin(spec, queued_s)) is not None:
-            root = _root(trace, spec, queued_s)
+        if (trace := self.begin(spec, queued_at_s)) is not None:
+            root = _root(trace, spec, queued_at_s)
             root.attributes.update(_outcome(spec, "failed", error, begun=False))
             root.end_s, root.error = time.time(), error.message
             self._sink.add([root, _admission(trace, root.end_s)])
@@ -80,9 +80,9 @@ class _Spans:
 
     def __init__(self, trace: RequestTrace, spec: RequestSpec, timeline: Sequence[TimelineEntry]) -> None:
         admitted_s = timeline[0].time_s if timeline else time.time()
-        self.root = _root(trace, spec, trace.queued_s or admitted_s)
+        self.root = _root(trace, spec, trace.queued_at_s or admitted_s)
         self.all = [self.root]
-        if trace.queued_s:
+        if trace.queued_at_s:
             self.all.append(_admission(trace, admitted_s))
         self._trace = trace
         self._pipeline = spec.graph.name
@@ -182,7 +182,7 @@ def _root(trace: RequestTrace, spec: RequestSpec, begin_s: float) -> Span:
 def _admission(trace: RequestTrace, end_s: float) -> Span:
     digest = hashlib.blake2b(trace.context.span_id.to_bytes(8, "big"), digest_size=8, person=b"admission").digest()
     context = trace.context.child(int.from_bytes(digest, "big"))
-    return Span("admission", context, trace.context.span_id, trace.queued_s, end_s)
+    return Span("admission", context, trace.context.span_id, trace.queued_at_s, end_s)
 
 
 def _outcome(

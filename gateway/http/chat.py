@@ -46,7 +46,8 @@ class ChatEndpoint:
         chat = parse_chat(body, self._service.pipelines, limits.max_prompt_bytes, media.domains)
         del body  # one that waits for admission, or runs for long, holds its prompt once
         if chat.remote:
-            await media.fill(chat.remote)
+            self._service.check_caller(exchange)  # what is refused is not fetched for
+            await media.fill(chat.remote, limits.max_prompt_bytes)
             validation.check_prompt(chat.prompt, limits.max_prompt_bytes, "messages")
         request_id = "chatcmpl-" + exchange.id
         created = int(time.time())
@@ -183,7 +184,7 @@ class ChatChunks:
                 data += self._text + orjson.dumps([picture.content_part()]) + self._tail
         if self._with_audio:
             expires = int(time.time()) + _AUDIO_KEPT_S
-            data = self._media + b'","expires_at":%d}' % expires + self._tail
+            data += self._media + b'","expires_at":%d}' % expires + self._tail
         end = b'},"logprobs":null,"finish_reason":"%b"}]' % finish_reason(state).encode()
         return data + self._delta + end + self._usage + b"}\n\n"
 

@@ -241,8 +241,8 @@ def read_sampling(fields: Fields) -> sampling_pb2.SamplingParams:
     if isinstance(stop, str):
         sampling.stop.append(stop)
     elif stop is not None:
-        sampling.stop.extend(fields.strings("stop") or ())
-    for index, token in enumerate(fields.array("stop_token_ids") or ()):
+        sampling.stop.extend(fields.strings("stop", most=validation.MAX_STOPS) or ())
+    for index, token in enumerate(fields.array("stop_token_ids", most=validation.MAX_STOP_TOKENS) or ()):
         if type(token) is not int or not 0 <= token < 2**32:
             raise errors.InvalidRequestError.field(
                 f"stop_token_ids[{index}]", "must be a whole number, 0 to 4294967295"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from gateway.admission import Admission
 from gateway.graph import PipelineGraph
@@ -63,6 +63,11 @@ class Choices:
             total.completion_tokens += state.usage.completion_tokens
             total.text_tokens += state.usage.text_tokens
         return total
+
+    @property
+    def replays(self) -> int:
+        """Of all together."""
+        return sum(state.replays for state in self.states)
 
     def abort(self, reason: str) -> None:
         """End all that run."""
@@ -126,8 +131,7 @@ async def begin_choices(
         Choices(states, per_prompt).abort("another choice could not begin")
         raise
     choices = Choices(states, per_prompt)
-    group: Any = choices  # as an exchange sees it, a request
-    exchange.abort_on_disconnect(group)
+    exchange.abort_on_disconnect(choices)
     return choices
 
 

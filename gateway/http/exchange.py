@@ -14,7 +14,7 @@ import orjson
 from gateway.access.control import ANYBODY
 from gateway.http.ids import random_id
 from gateway.http.responses import STATUS_LINES, date_line, error_body, http_status
-from gateway.request import RequestState
+from gateway.request import Leavable
 from omnicore import errors
 from omnicore.api_keys import ApiKey, KeyTable
 
@@ -125,7 +125,7 @@ class Exchange:
         self._limit_bytes = -1  # nobody reads
         self._complete = False  # the body
         self._reader: asyncio.Future[None] | None = None
-        self._on_leave: RequestState | None = None
+        self._on_leave: Leavable | None = None
         self._head = b""
         self._framing = _NONE
         self._left_bytes = 0
@@ -208,7 +208,7 @@ class Exchange:
         """It has been read as ``whole_json``: what runs for long holds its prompt once."""
         self._body.clear()
 
-    def abort_on_disconnect(self, state: RequestState) -> None:
+    def abort_on_disconnect(self, state: Leavable) -> None:
         """From now on the client's leaving aborts ``state``."""
         self._on_leave = state
         if self.wire.lost:
@@ -232,7 +232,7 @@ class Exchange:
         lines = [STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
         framing = _CHUNKED if self.http_1_1 else _BY_CLOSE
         count = 2  # with the empty line at the end
-        if replays := getattr(self._on_leave, "replays", 0):  # what stands for several requests has none
+        if replays := self._replays:
             self.extra_headers += ((b"x-omniplane-replays", b"%d" % replays),)
         for name, value in (*headers, (b"x-request-id", self.request_id), *self.extra_headers):
             if name == b"content-length":
@@ -301,8 +301,12 @@ class Exchange:
             and not self.extra_headers
             and self.method != "HEAD"
             and not self.wire.ends
-            and not getattr(self._on_leave, "replays", 0)
+            and not self._replays
         )
+
+    @property
+    def _replays(self) -> int:
+        return self._on_leave.replays if self._on_leave is not None else 0
 
     async def respond(self, status: int, data: bytes, headers: Headers) -> None:
         """Send a whole response, and wait while the client is behind with reading."""

@@ -23,6 +23,8 @@ from omnicore import errors
 
 MAX_REMOTE = 16
 """Of one request."""
+MOST_FETCHES = 32
+"""At a time, of all requests: at most as many times the largest prompt is held of what nobody was charged for yet."""
 MAX_REDIRECTS = 3
 FETCH_TIMEOUT_S = 10.0
 """For one, with all its redirects."""
@@ -79,23 +81,26 @@ class MediaFetcher:
         self._resolve = resolve
         self._timeout_s = timeout_s
         self._limit_bytes = limit_bytes
+        self._turns = asyncio.Semaphore(MOST_FETCHES)
         self._tls = ssl.create_default_context() if domains else None  # reads the system's certificates
 
-    async def fill(self, remote: Sequence[RemoteMedia]) -> None:
-        """Fetch all into their parts. Raises ``InvalidRequestError`` naming the one that is wrong or not to be had."""
+    async def fill(self, remote: Sequence[RemoteMedia], most_bytes: int = MAX_MEDIA_BYTES) -> None:
+        """Fetch all into their parts, ``most_bytes`` together. Raises ``InvalidRequestError`` naming the one that is
+        wrong, not to be had, or too much."""
         if len(remote) > MAX_REMOTE:
             raise errors.InvalidRequestError.field(remote[MAX_REMOTE].path, f"at most {MAX_REMOTE} web addresses")
+        budget = _Budget(most_bytes)
         try:
             async with asyncio.TaskGroup() as group:
                 for item in remote:
-                    group.create_task(self._fill(item))
+                    group.create_task(self._fill(item, budget))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    async def _fill(self, item: RemoteMedia) -> None:
+    async def _fill(self, item: RemoteMedia, budget: _Budget) -> None:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                data = await self._fetch(item.path, item.url)
+            async with self._turns, asyncio.timeout(self._timeout_s):
+                data = await self._fetch(item.path, item.url, budget)
         except TimeoutError:
             raise _failed(item.path, f"not within {self._timeout_s:g} s") from None
         except (OSError, asyncio.IncompleteReadError, httptools.HttpParserError) as error:
@@ -104,25 +109,28 @@ class MediaFetcher:
             raise errors.InvalidRequestError.field(item.path, error.message, reason="MEDIA_NOT_FETCHED") from error
         item.part.CopyFrom(media_part(item.path, item.kind, data))
 
-    async def _fetch(self, path: str, url: str) -> bytes:
+    async def _fetch(self, path: str, url: str, budget: _Budget) -> bytes:
         for _ in range(MAX_REDIRECTS + 1):
             check_remote(path, url, self.domains)
-            response = await self._get(path, urllib.parse.urlsplit(url))
+            response = await self._get(path, urllib.parse.urlsplit(url), budget)
             if response.status in (301, 302, 303, 307, 308) and response.location:
-                url = urllib.parse.urljoin(url, response.location)
+                try:
+                    url = urllib.parse.urljoin(url, response.location)
+                except ValueError:
+                    raise _failed(path, "a redirect to what is no address") from None
                 continue
             if response.status != 200:
                 raise _failed(path, f"status {response.status}")
             return bytes(response.body)
         raise _failed(path, f"more than {MAX_REDIRECTS} redirects")
 
-    async def _get(self, path: str, url: urllib.parse.SplitResult) -> _Response:
+    async def _get(self, path: str, url: urllib.parse.SplitResult, budget: _Budget) -> _Response:
         secure, host = url.scheme.lower() == "https", url.hostname or ""
         address, port = await self._resolve(host, url.port or (443 if secure else 80))
         reader, writer = await asyncio.open_connection(
             address, port, ssl=self._tls if secure else None, server_hostname=host if secure else None
         )
-        response = _Response(path, self._limit_bytes)
+        response = _Response(path, self._limit_bytes, budget)
         try:
             target = urllib.parse.quote(url.path or "/", safe="/%:@!$&'()*+,;=~-._")
             query = "?" + urllib.parse.quote(url.query, safe="/%:@!$&'()*+,;=~-._?") if url.query else ""
@@ -143,11 +151,26 @@ class MediaFetcher:
         return response
 
 
+class _Budget:
+    """Bytes that all media of one request may have together."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = self._left_bytes = most_bytes
+
+    def spend(self, size_bytes: int, path: str) -> None:
+        self._left_bytes -= size_bytes
+        if self._left_bytes < 0:
+            raise errors.InvalidRequestError.field(
+                path, f"makes more than {self._most_bytes} bytes of media in all", reason="MEDIA_TOO_LARGE"
+            )
+
+
 class _Response:
     """What comes back, within its bounds. Callbacks are httptools'."""
 
-    def __init__(self, path: str, limit_bytes: int) -> None:
+    def __init__(self, path: str, limit_bytes: int, budget: _Budget) -> None:
         self._limit_bytes = limit_bytes
+        self._budget = budget
         self.location = ""
         self.body = bytearray()
         self.complete = False
@@ -192,6 +215,7 @@ class _Response:
             raise errors.InvalidRequestError.field(
                 self._path, f"must be at most {self._limit_bytes} bytes", reason="MEDIA_TOO_LARGE"
             )
+        self._budget.spend(len(data), self._path)
         self.body += data
 
     def on_message_complete(self) -> None:

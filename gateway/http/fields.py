@@ -8,6 +8,8 @@ from typing import Any
 
 from omnicore import errors
 
+_TOLD_CHARS = 100
+"""Of a name that nobody knows, so much is told."""
 _NAMES: dict[type, str] = {
     str: "a string",
     bool: "true or false",
@@ -77,14 +79,16 @@ class Fields:
         value = self.raw(name)
         return None if value is None else Fields(value, self.at(name))
 
-    def array(self, name: str, *, required: bool = False) -> list[Any] | None:
-        """A list, None if absent."""
+    def array(self, name: str, *, required: bool = False, most: int | None = None) -> list[Any] | None:
+        """A list of at most ``most`` items, None if absent."""
         value: list[Any] | None = self._typed(name, list, None, required=required)
+        if most is not None and value is not None and len(value) > most:
+            raise errors.InvalidRequestError.field(self.at(name), f"at most {most}, got {len(value)}")
         return value
 
-    def strings(self, name: str) -> list[str] | None:
-        """A list of strings, None if absent."""
-        values = self.array(name)
+    def strings(self, name: str, *, most: int | None = None) -> list[str] | None:
+        """A list of at most ``most`` strings, None if absent."""
+        values = self.array(name, most=most)
         for index, value in enumerate(values or ()):
             if not isinstance(value, str):
                 raise errors.InvalidRequestError.field(
@@ -114,6 +118,7 @@ class Fields:
         for name in self._values:
             if name in known:
                 continue
+            name = name[:_TOLD_CHARS]  # a body may be one name of many megabytes
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise errors.InvalidRequestError.field(self.at(name), f"unknown field{hint}", reason="UNKNOWN_FIELD")

@@ -1,9 +1,8 @@
-"""Watches the pace of one streamed response: comments while it is silent, an end when its client takes nothing."""
+"""Watches the pace of one streamed response: an end when its client takes nothing."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from types import TracebackType
 
 from gateway.request import RequestState
@@ -24,15 +23,14 @@ class Pacer:
     """
 
     __slots__ = (
-        "_interval_s", "_loop", "_on_silence", "_quiet_ticks", "_seen", "_state", "_task", "_timer", "sends", "stalled",
+        "_interval_s", "_loop", "_quiet_ticks", "_seen", "_state", "_task", "_timer", "sends", "stalled",
     )  # fmt: skip
 
-    def __init__(self, state: RequestState, interval_s: float, on_silence: Callable[[], None] | None = None) -> None:
+    def __init__(self, state: RequestState, interval_s: float) -> None:
         self.stalled = False
         self.sends = 0
         self._state = state
         self._interval_s = interval_s
-        self._on_silence = on_silence
         self._loop = asyncio.get_running_loop()
         self._seen = 0
         self._quiet_ticks = 0
@@ -57,10 +55,7 @@ class Pacer:
     def _tick(self) -> None:
         if self.sends != self._seen:
             self._seen, self._quiet_ticks = self.sends, 0
-        elif self.sends % 2 == 0:
-            if self._on_silence is not None:
-                self._on_silence()
-        else:
+        elif self.sends % 2:
             self._quiet_ticks += 1
             failed = self._state.status in ("failed", "aborted")
             if (failed or self._quiet_ticks * self._interval_s >= SEND_TIMEOUT_S) and self._task is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from gateway import validation
 from gateway.access.http import HttpAccess
@@ -52,6 +51,10 @@ class HttpService:
         """What can be asked for."""
         return self.router.table.pipelines
 
+    def check_caller(self, exchange: Exchange) -> None:
+        """Before a request costs much: may its key ask for one more now? Counts nothing. Raises as admission does."""
+        self.orchestrator.admission.check(Entry(exchange.caller))
+
     async def begin(
         self,
         exchange: Exchange,
@@ -92,7 +95,7 @@ class HttpService:
             state = await self.orchestrator.submit(spec)
             exchange.abort_on_disconnect(state)
             return state
-        waiting: Any = _Waiting(entry)  # as an exchange sees it, a request
+        waiting = _Waiting(entry)
         exchange.abort_on_disconnect(waiting)
         state = await self.orchestrator.submit(spec)
         waiting.target = state
@@ -117,6 +120,11 @@ class _Waiting:
 
     def __init__(self, entry: Entry) -> None:
         self.target: Entry | RequestState = entry
+
+    @property
+    def replays(self) -> int:
+        """The request's."""
+        return self.target.replays if isinstance(self.target, RequestState) else 0
 
     def abort(self, reason: str) -> None:
         """The client has left."""

@@ -1,8 +1,9 @@
 """Server-sent events: one writer for every streamed endpoint.
 
-The status line leaves with the first output, so that a failure before it is an honest HTTP status. After that an error
-is an event. Every stream ends with exactly one ``[DONE]``. All that arrived since the last send leaves in one send;
-a stream that is silent for long gets a comment, so that nothing on the way takes it for dead.
+The status line leaves with the first output, or with the comment that a long silence brings, so that a failure before
+it is an honest HTTP status. After that an error is an event. Every stream ends with exactly one ``[DONE]``. All that
+arrived since the last send leaves in one send; a stream that is silent for long gets a comment, so that nothing on the
+way takes it for dead.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 TIMEOUT_S = 30.0
 """An answer takes milliseconds, and behind long prompts of others some more."""
+_MOST_TOKENS = 1 << 20  # as many as the longest context that models are offered with
 _TRIES = 3
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
@@ -69,7 +70,7 @@ class TokenEndpoints:
         """The text of tokens."""
         fields = Fields(await exchange.read_json(self._service.limits.max_body_bytes))
         graph = validation.find_pipeline(self._service.pipelines, fields.string("model", "") or "")
-        tokens = fields.array("tokens", required=True) or []
+        tokens = fields.array("tokens", required=True, most=_MOST_TOKENS) or []
         for index, token in enumerate(tokens):
             if type(token) is not int or not 0 <= token < 2**32:
                 raise errors.InvalidRequestError.field(f"tokens[{index}]", "must be a whole number, 0 to 4294967295")

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
 
 import orjson
 from google.protobuf.message import Message
@@ -26,9 +25,6 @@ from gateway.rest.page import CONTENT_SECURITY_POLICY, page
 from gateway.rest.routes import CONTROL_SERVICES, LOCAL_SERVICES, RestRoutes, Route
 from omnicore import errors
 from omnicore.log import get_logger
-
-if TYPE_CHECKING:
-    from gateway.request import RequestState
 
 _log = get_logger(__name__)
 
@@ -122,7 +118,7 @@ class RestApi:
             backend, metadata = self._local, incoming.metadata(exchange)
         guard = _Guard(asyncio.current_task())
         # It uses nothing of a request but ``abort``.
-        exchange.abort_on_disconnect(cast("RequestState", guard))
+        exchange.abort_on_disconnect(guard)
         if not route.method.server_streaming:
             with guard:
                 response = encode.response_json(route, await backend.unary(route, request, metadata))
@@ -222,6 +218,9 @@ class _Guard:
     """Ends what a handler does in its block when its client has left or the gateway stops: the block is cancelled, and
     raises why."""
 
+    replays = 0
+    """For ``Leavable``: what is told of them is in the messages."""
+
     def __init__(self, task: asyncio.Task[object] | None) -> None:
         """``task`` is the handler's."""
         assert task is not None, "handlers run in tasks"
@@ -232,7 +231,7 @@ class _Guard:
         self._error: errors.OmniError | None = None
 
     def abort(self, reason: str) -> None:
-        """The client has left. ``Exchange.abort_on_disconnect`` calls it at the end of every response, too."""
+        """The client has left."""
         self.gone = True
         self.stop(errors.RequestCancelledError(reason))
 

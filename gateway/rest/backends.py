@@ -65,6 +65,9 @@ class LocalContext:
     def set_details(self, details: str) -> None:
         """As ``set_code``."""
 
+    def set_trailing_metadata(self, metadata: Metadata) -> None:
+        """An answer of this API has no trailers."""
+
     def auth_context(self) -> Mapping[str, Sequence[bytes]]:
         """No certificate was shown."""
         return {}

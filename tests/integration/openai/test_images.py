@@ -176,5 +176,11 @@ async def test_the_gateway_fetches_only_from_allowed_public_hosts() -> None:
         assert "fetches nothing" in (await refusal(stand, "https://example.org/a.png"))["message"]
     async with running_stand(text_pipeline(), allow_media_domains=("localhost",)) as stand:
         assert "media may come from: localhost" in (await refusal(stand, "https://example.org/a.png"))["message"]
+        # Nor is anything fetched for whom admission refuses, whatever the address.
+        stand.gateway.orchestrator.admission.draining = True
+        content = [{"type": "image_url", "image_url": {"url": "http://localhost/a.png"}}]
+        status, body = await stand.chat("text", messages=[{"role": "user", "content": content}])
+        assert (status, body["error"]["code"]) == (503, "gateway_draining")
+        stand.gateway.orchestrator.admission.draining = False
         # The name is allowed, its address is not.
         assert "not at a public address" in (await refusal(stand, "http://localhost/a.png"))["message"]

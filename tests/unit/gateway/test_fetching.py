@@ -145,3 +145,37 @@ def test_names_of_hosts() -> None:
     for wrong in ("https://example.org", "example.org/a", "example.org:80", "", "*.example.org", "-a", "a..b", "a."):
         with pytest.raises(ValueError, match="must be host names"):
             check_domains([wrong])
+
+
+async def test_all_of_a_request_have_one_bound_and_all_requests_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "MOST_FETCHES", 2)
+    at_once, most = 0, 0
+
+    def answer(path: str) -> bytes:
+        return ok(PNG)
+
+    class Counting(MediaFetcher):
+        async def _get(self, *args: object) -> object:  # type: ignore[override]
+            nonlocal at_once, most
+            at_once += 1
+            most = max(most, at_once)
+            try:
+                return await super()._get(*args)  # type: ignore[arg-type]
+            finally:
+                at_once -= 1
+
+    async with serving(answer) as fetcher:
+        counting = Counting(["media.test"], fetcher._resolve)
+        items = [RemoteMedia("here", "image", "http://media.test/a", prompt_pb2.MediaPart()) for _ in range(5)]
+        await counting.fill(items, 5 * len(PNG))
+        assert all(item.part.data == PNG for item in items)
+        assert most == 2
+        message = await refused(counting.fill(items, 5 * len(PNG) - 1))
+        assert f"more than {5 * len(PNG) - 1} bytes of media in all" in message
+        assert at_once == 0
+
+
+async def test_a_redirect_to_what_is_no_address() -> None:
+    moved = b"HTTP/1.1 302 Found\r\nLocation: http://[bad/\r\nContent-Length: 0\r\n\r\n"
+    async with serving(lambda path: moved) as fetcher:
+        assert "a redirect to what is no address" in await refused(fetch(fetcher, "http://media.test/a"))

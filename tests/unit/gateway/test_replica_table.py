@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import pytest
@@ -295,3 +296,33 @@ def test_no_model_is_unknown_before_a_control_plane_has_told_of_any() -> None:
         validation.find_pipeline(table.pipelines, "text")
     table.apply_pipelines([text_pipeline()], [], snapshot=False, revision=2)
     assert validation.find_pipeline(table.pipelines, "text").name == "text"
+
+
+def test_a_message_that_could_not_be_taken_in_is_asked_for_again() -> None:
+    """A watch resumes after the last revision: what a failure left out of it must not be behind that."""
+    made, _ = table()
+
+    class Failing:
+        fails = True
+
+        def on_pipeline(self, name: str, graph: PipelineGraph | None) -> None:
+            self._fail()
+
+        def on_replica(self, old: ReplicaView | None, new: ReplicaView | None) -> None:
+            self._fail()
+
+        def _fail(self) -> None:
+            if self.fails:
+                raise ValueError("a bug of ours")
+
+    failing = Failing()
+    made.add_listener(failing)
+    for failed in (True, False):
+        failing.fails = failed
+        with pytest.raises(ValueError, match="a bug") if failed else contextlib.nullcontext():
+            made.apply_replicas([replica(0, 5), replica(1, 6)], [], snapshot=False, revision=7, stale=False)
+        with pytest.raises(ValueError, match="a bug") if failed else contextlib.nullcontext():
+            made.apply_pipelines([speech_pipeline(), text_pipeline()], [], snapshot=True, revision=9)
+        assert (made.revision, made.pipeline_revision) == ((0, 0) if failed else (7, 9))
+        assert made.pipelines.heard is not failed
+    assert (len(made.replicas), len(made.pipelines)) == (2, 2)

@@ -105,3 +105,32 @@ async def test_what_a_consumer_does_not_take_stays_and_is_bounded() -> None:
     assert not state.delivered
     push(state, "a" * 600_000)
     assert isinstance(state.error, errors.ResourceExhaustedError)
+
+
+async def test_a_consumer_that_raises_keeps_nobody_from_stopping_the_request() -> None:
+    state = request()
+    stopped: list[bool] = []
+
+    class Owner:
+        def stop(self) -> None:
+            stopped.append(True)
+
+    class Failing:
+        def on_output(self) -> None:
+            raise ValueError("a bug of ours")
+
+    state.stoppable = Owner()
+    state.attach_for_end(Failing())
+    with pytest.raises(ValueError, match="a bug of ours"):
+        state.abort("the client disconnected")
+    assert stopped == [True]
+
+
+async def test_what_is_taken_at_the_end_has_a_bound_of_its_own() -> None:
+    state = request()
+    collecting = asyncio.create_task(state.collect())
+    await asyncio.sleep(0)
+    for _ in range(3):
+        push(state, "a" * 600_000)
+    state.end("finished")
+    assert sum(len(event.text) for event in await collecting) == 1_800_000

@@ -83,10 +83,10 @@ def test_a_binding_ends_with_its_replica() -> None:
     assert pool.bound_requests == 0
 
 
-def test_invalidate_tells_whose_binding_it_was() -> None:
+def test_invalidate_ends_bindings_and_keeps_their_places() -> None:
     pool = pool_of(view(0))
     held = [pool.try_pick(name) for name in ("a", "b")]
-    assert pool.invalidate(("p", 1, 0)) == ["a", "b"]
+    pool.invalidate(("p", 1, 0))
     assert pool.bound_requests == 0
     for assignment in held:
         assert assignment is not None
@@ -319,3 +319,17 @@ async def test_the_hold_queue_is_bounded_first_come_first_served_and_a_leaver_fr
     await asyncio.gather(asking["a"], asking["c"], asking["e"])
     assert order == ["a", "c", "e"]
     assert pool.waiting == 0
+
+
+def test_changes_in_any_order_leave_the_tiers_as_they_would_be_made_anew() -> None:
+    rng = random.Random(7)
+    pool = pool_of()
+    for _ in range(2000):
+        replica_id = rng.randrange(12)
+        if rng.random() < 0.1:
+            pool.remove(("p", 1, replica_id))
+        else:
+            pool.put(view(replica_id, suspect=rng.random() < 0.3, cordoned=rng.random() < 0.3))
+        routable = sorted((slot for slot in pool.slots.values() if slot.routable), key=lambda slot: slot.order)
+        assert pool._healthy == [slot for slot in routable if not slot.suspect]
+        assert pool._suspect == [slot for slot in routable if slot.suspect]

@@ -30,7 +30,7 @@ class Sink:
 class Traced:
     """A request that is traced."""
 
-    def __init__(self, plan: pipeline_pb2.Pipeline, *, queued_s: float = 0.0, route: str = "/v1/x") -> None:
+    def __init__(self, plan: pipeline_pb2.Pipeline, *, queued_at_s: float = 0.0, route: str = "/v1/x") -> None:
         graph, self.sink = PipelineGraph(plan), Sink()
         self.spec = RequestSpec(
             "r", graph, "chat", tuple(graph.modalities()), prompt_pb2.Prompt(), sampling_pb2.SamplingParams(),
@@ -38,7 +38,7 @@ class Traced:
         )  # fmt: skip
         self.tracing = Tracing(Sampler(0.0), self.sink)
         self.state = RequestState(self.spec, graph.plan("chat", self.spec.modalities), buffer_limit_bytes=1000)
-        self.state.trace = self.tracing.begin(self.spec, queued_s)
+        self.state.trace = self.tracing.begin(self.spec, queued_at_s)
         self.state.note("admitted")
 
     def ref(self, stage_id: int, replica_id: int = 0) -> types_pb2.ReplicaRef:
@@ -155,7 +155,7 @@ async def test_a_failure_is_told(route: str, begun: bool, status: dict[str, int]
 
 
 async def test_a_wait_for_admission_is_told() -> None:
-    traced = Traced(text_pipeline(), queued_s=1000.0, route=RPC)
+    traced = Traced(text_pipeline(), queued_at_s=1000.0, route=RPC)
     root, (admission,) = traced.end()
     assert (admission.name, admission.begin_s, root.begin_s) == ("admission", 1000.0, 1000.0)
     assert admission.end_s == traced.state.timeline[0].time_s

@@ -290,6 +290,20 @@ def test_a_prompt_that_does_not_fit_a_message_is_refused() -> None:
         parse_chat({"model": "text", "messages": USER}, PIPELINES, 10)
 
 
+@pytest.mark.parametrize(
+    ("fields", "path", "text"),
+    [
+        ({"stop_token_ids": ["no number"] * 1025}, "stop_token_ids", "at most 1024, got 1025"),
+        ({"stop": [0] * 65}, "stop", "at most 64, got 65"),
+        ({"temprature" + "e" * 1_000_000: 1}, "temprature" + "e" * 90, "unknown field"),
+    ],
+)
+def test_what_is_too_many_is_told_before_each_is_looked_at(fields: dict[str, Any], path: str, text: str) -> None:
+    with pytest.raises(errors.InvalidRequestError, match=text) as caught:
+        chat(**fields)
+    assert caught.value.violations[0].field == path
+
+
 def test_what_costs_by_the_piece_is_bounded() -> None:
     most = validation.MAX_MESSAGE_PARTS
     assert len(chat(messages=USER * most).prompt.chat.messages) == most
