@@ -316,8 +316,9 @@ class Admission:
         self.rejected[reason] += 1
         account.rejected[reason] += 1
         wait_s = min(max(RETRY_AFTER_S, (len(self._queue) + 1) * self._between_s), _LONGEST_RETRY_AFTER_S)
+        waited = f", and this one has waited {self._queue_timeout_s:g} s" if reason == "queue_timeout" else ""
         return errors.ResourceExhaustedError(
-            f"{self._max_inflight} requests run on this gateway and {len(self._queue)} wait: try again later",
+            f"{self._max_inflight} requests run on this gateway and {len(self._queue)} wait{waited}: try again later",
             reason="OVERLOADED",
             metadata={"max_inflight": self._max_inflight, "queued": len(self._queue), "cause": reason},
             retry_after_s=math.ceil(wait_s),

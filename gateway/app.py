@@ -123,13 +123,14 @@ class Gateway:
         self._drain_until_s = 0.0
         self._grpc: rpc.RunningServer | None = None
 
-    async def start(self, shutdown: Shutdown | None = None) -> dict[str, str]:
-        """Follow the control plane, and listen as soon as it has told what there is: who asks before is told by a
-        refused connection to try again or elsewhere, not that there is no such model. Without a control plane, and when
-        ``shutdown`` is asked for, not later than after 10 s, or at once.
+    async def start(self) -> dict[str, str]:
+        """``prepare``, ``follow`` and ``listen``."""
+        self.prepare()
+        await self.follow()
+        return await self.listen()
 
-        Returns the addresses. Raises ``UnavailableError`` for a taken port.
-        """
+    def prepare(self) -> None:
+        """Take the HTTP port. Raises ``UnavailableError`` if that cannot be had."""
         limits = HttpLimits(
             max_body_bytes=self.config.max_body_bytes,
             max_prompt_bytes=self._max_prompt_bytes,
@@ -149,14 +150,43 @@ class Gateway:
         app = GatewayApp(service)
         self._rest = self._rest_api(access)
         self._rest.add_to(app.paths)
-        http_host, http_port = configuration.split_host_port(self.config.http)
+        host, port = configuration.split_host_port(self.config.http)
+        shared = not self.siblings.place.alone
+        self._http = HttpServer(app, host, port, tls=self._https, reuse_port=shared, answer_now=app.answer_now)
+
+    async def follow(self, shutdown: Shutdown | None = None) -> None:
+        """Follow the control plane, and wait until it has told what there is: who asks before is told by a refused
+        connection to try again or elsewhere, not that there is no such model.
+
+        Without a control plane that ends after 10 s, so that /health answers; but not where another process of this
+        gateway serves what this one does not know. It ends when ``shutdown`` is asked for.
+        """
         self.watch.start()
-        await self._heard_of_the_cluster(shutdown)
-        if shared := not self.siblings.place.alone:
-            await self.siblings.start()
-        self._http = HttpServer(
-            app, http_host, http_port, tls=self._https, reuse_port=shared, answer_now=app.answer_now
-        )
+        ends = [asyncio.create_task(self.watch.heard())]
+        if shutdown is not None:
+            ends.append(asyncio.create_task(shutdown.wait()))
+        try:
+            while True:
+                done, _ = await asyncio.wait(ends, timeout=_FIRST_SNAPSHOT_S, return_when=asyncio.FIRST_COMPLETED)
+                if done:
+                    return
+                addresses = ",".join(self.config.control_plane)
+                _log.warning("no control plane has told what there is", control_plane=addresses)
+                if not await self._served_by_others():
+                    return
+        finally:
+            for end in ends:
+                end.cancel()
+
+    async def _served_by_others(self) -> bool:
+        answers = await self.siblings.ask("ready")
+        return any(answer["pipelines"] for answer in answers.given.values())
+
+    async def listen(self) -> dict[str, str]:
+        """Serve; returns the addresses. Raises ``UnavailableError`` for a taken port."""
+        assert self._http is not None, "prepare comes first"
+        shared = not self.siblings.place.alone
+        await self.siblings.start()
         grpc_host, grpc_port = configuration.split_host_port(self.config.grpc)
         self._grpc = await rpc.serve(
             self._add_servicers,
@@ -170,12 +200,14 @@ class Gateway:
         await self._http.start()
         await self._grpc.set_serving(True)
         return {
-            "http": configuration.join_host_port(http_host, self._http.port),
+            "http": configuration.join_host_port(configuration.split_host_port(self.config.http)[0], self._http.port),
             "grpc": configuration.join_host_port(grpc_host, self._grpc.port),
         }
 
     async def drain(self) -> None:
         """Say not ready, admit nothing new, let running requests end, up to the drain timeout."""
+        if self._http is not None:
+            self._http.draining = True
         if self._grpc is not None:
             await self._grpc.set_serving(False)
         if self._rest is not None:
@@ -204,19 +236,6 @@ class Gateway:
             self._use.close()
         if self._spans is not None:
             await self._spans.close()
-
-    async def _heard_of_the_cluster(self, shutdown: Shutdown | None) -> None:
-        """Wait a bounded time for what the control plane says."""
-        ends = [asyncio.create_task(self.watch.heard())]
-        if shutdown is not None:
-            ends.append(asyncio.create_task(shutdown.wait()))
-        try:
-            await asyncio.wait(ends, timeout=_FIRST_SNAPSHOT_S, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for end in ends:
-                end.cancel()
-        if not self.watch.connected:
-            _log.warning("no control plane has told what there is", control_plane=self.config.control_plane)
 
     def _interceptors(self) -> tuple[rpc.Interceptor, ...]:
         domain = self.config.tls_domain if self._security.encrypted else ""
@@ -248,7 +267,11 @@ async def serve(config: GatewayConfig) -> int:
     if gateway.access.wants_keys:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.access.reload)
     try:
-        addresses = await gateway.start(shutdown)
+        gateway.prepare()
+        await gateway.follow(shutdown)
+        if shutdown.requested:
+            return 0
+        addresses = await gateway.listen()
         # What exists now lives as long as the process: no collection needs to look at it again, and requests make
         # few cycles, so collections may be rare.
         gc.collect()

@@ -19,12 +19,12 @@ _SILENT_PRODUCER = frozenset({"CHUNK_TIMEOUT"})
 _ONCE_PER_REPLICA = frozenset(
     {
         "REPLICA_LOST", "REPLICA_HUNG", "PEER_LOST", "DRAINING", "DRAIN_LIMIT", "REPLICA_STOPPED", "SESSION_BROKEN",
-        RESUME_UNSUPPORTED, *_DATA_GONE, *_OTHER_INSTANCE,
+        "ENGINE_DEAD", RESUME_UNSUPPORTED, *_DATA_GONE, *_OTHER_INSTANCE,
     }
 )  # fmt: skip
 VANISHED = frozenset({"REPLICA_LOST", "REPLICA_HUNG"})
 """Reasons with which nothing more is heard of a call, by its consumers neither."""
-LEAVING = frozenset({"DRAINING", "DRAIN_LIMIT", "REPLICA_STOPPED"})
+LEAVING = frozenset({"DRAINING", "DRAIN_LIMIT", "REPLICA_STOPPED", "ENGINE_DEAD"})
 """Reasons with which a replica says that it takes no calls any more."""
 
 

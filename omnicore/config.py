@@ -13,6 +13,7 @@ import dataclasses
 import inspect
 import math
 import os
+import re
 import sys
 import types
 import typing
@@ -27,6 +28,8 @@ T = TypeVar("T")
 Check = Callable[[Any], None]
 
 _LARGEST = 2**63 - 1
+# A name, an IPv4 address, or an IPv6 address in brackets, maybe with its zone.
+_HOST = re.compile(r"[\w.-]+|\[[0-9A-Fa-f:.]+(%[\w.-]+)?\]")
 """Of whole numbers: what every format that they may be written in can hold."""
 LONGEST_S = 365 * 86_400
 """Of durations, for flags that say so: a year, far below what timers and messages hold."""
@@ -95,6 +98,9 @@ def host_port(value: str) -> None:
     host, separator, port = value.rpartition(":")
     if not separator or not host or not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535):
         raise ValueError(f"must be host:port, got {value!r}")
+    if not _HOST.fullmatch(host):
+        hint = " (an IPv6 address in brackets: [::1]:7700)" if ":" in host and "/" not in host else ""
+        raise ValueError(f"must be host:port{hint}, got {value!r}")
 
 
 def host_port_or_empty(value: str) -> None:

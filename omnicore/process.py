@@ -100,6 +100,11 @@ class Shutdown:
         """Begin the shutdown without a signal."""
         self._event.set()
 
+    @property
+    def requested(self) -> bool:
+        """A shutdown was asked for."""
+        return self._event.is_set()
+
     async def wait(self) -> None:
         """Return when a shutdown was asked for."""
         await self._event.wait()

@@ -5,9 +5,9 @@ called between requests or beside them. Engines know nothing of gRPC, gateways, 
 as ``Payload`` streams and their outputs leave as ``EngineOutput``.
 
 Guarantees an engine gives: outputs of one request come in order; the last output has ``finish``; an exception from the
-iterator fails that request only; after ``aclose()`` of the iterator, or ``abort``, the request holds nothing.
-``probe`` answers only while the engine can make progress: it must go through the same thread, process or queue as the
-work does, so that a hung engine does not answer.
+iterator fails that request only, but for ``ENGINE_DEAD``; after ``aclose()`` of the iterator, or ``abort``, the request
+holds nothing. ``probe`` answers only while the engine can make progress: it must go through the same thread, process or
+queue as the work does, so that a hung engine does not answer.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from connectors.payload import Payload
 from omni.v1 import pipeline_pb2, prompt_pb2, sampling_pb2, types_pb2
 from omnicore.errors import InvalidRequestError, UnimplementedError
 
+ENGINE_DEAD = "ENGINE_DEAD"
+"""Reason of the ``UnavailableError`` with which a request fails because the engine will never make progress again. The
+worker then asks ``probe`` at once, and ends if that fails, too; gateways begin the request again elsewhere."""
 WITHOUT_LIBRARIES = "to do without it, start the pipeline with --engine sim"
 """What to add where an engine's library or model is not installed: a newcomer may only want to look."""
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from connectors.base import ConnectorUsage
 from omni.v1 import types_pb2
 from omnicore.errors import UnavailableError, from_exception
-from stage_worker.engine import Engine
+from stage_worker.engine import ENGINE_DEAD, Engine
 
 _POLL_S = 0.05  # while a probe is out: output counts as well
 
@@ -16,7 +16,7 @@ _POLL_S = 0.05  # while a probe is out: output counts as well
 class EngineDiedError(UnavailableError):
     """The engine said that it will never make progress again."""
 
-    default_reason = "ENGINE_DEAD"
+    default_reason = ENGINE_DEAD
 
 
 class Progress:
@@ -24,6 +24,8 @@ class Progress:
 
     def __init__(self) -> None:
         self.outputs = 0
+        self.on_suspicion: Callable[[], None] = lambda: None
+        """Called when a call has failed because of a dead engine, this one or one whose output it read."""
 
 
 class LoadSource:

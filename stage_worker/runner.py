@@ -23,7 +23,7 @@ from omnicore.errors import (
 )
 from omnicore.log import get_logger
 from stage_worker.calls import CallKey, WorkerParts
-from stage_worker.engine import EngineOutput, EngineRequest, Finish, Resume
+from stage_worker.engine import ENGINE_DEAD, EngineOutput, EngineRequest, Finish, Resume
 from stage_worker.events import EventFrame, EventWriter, fill
 from stage_worker.flow_reader import FlowReader
 from stage_worker.identity import replica_name
@@ -158,6 +158,8 @@ class CallRunner:
                 self._task.uncancel()
         except OmniError as typed:
             error = typed
+            if typed.reason == ENGINE_DEAD:
+                self._parts.progress.on_suspicion()
         except Exception as unexpected:  # noqa: BLE001 -- a call's failure is its last event
             error = from_exception(unexpected)
             _log.exception("call failed", request_id=self.key[0], attempt=self.key[1])

@@ -230,7 +230,8 @@ class Connection(asyncio.Protocol):
     @property
     def ends(self) -> bool:
         """Nothing follows the response that is being made."""
-        return self._registry.closing or (self._deaf and not self._waiting and not self._refusal)
+        last = not self._waiting and not self._refusal
+        return self._registry.closing or (last and (self._deaf or self._registry.draining))
 
     def peer(self) -> Any:
         """The client's address, as the socket has it."""

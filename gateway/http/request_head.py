@@ -35,7 +35,7 @@ def refusal(error: httptools.HttpParserError, *, too_large: bool) -> tuple[int, 
         return head_too_large()
     if cause is not None and not isinstance(cause, RefusedError | httptools.HttpParserError):
         raise error
-    why = f": {cause}" if isinstance(cause, RefusedError) else ""
+    why = f": {cause if isinstance(cause, RefusedError) else error}"
     return 400, errors.InvalidRequestError(f"this is not an HTTP/1.1 request{why}", reason="INVALID_HTTP")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from gateway.http.ids import random_id
 from omnicore import errors
 
 STATUS_LINES = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
@@ -42,9 +43,10 @@ def error_body(error: errors.OmniError) -> dict[str, Any]:
 def error_response(status: int, error: errors.OmniError) -> bytes:
     """A whole response, for what never became a request; the connection ends with it."""
     body = orjson.dumps(error_body(error))
-    return b"%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n%b\r\n%b" % (
-        STATUS_LINES[status], len(body), date_line(), body,
-    )  # fmt: skip
+    return (
+        b"%bcontent-type: application/json\r\nx-request-id: %b\r\ncontent-length: %d\r\nconnection: close\r\n%b\r\n%b"
+        % (STATUS_LINES[status], random_id().encode(), len(body), date_line(), body)
+    )
 
 
 class _Date:

@@ -28,15 +28,19 @@ class HttpServer:
         reuse_port: bool = False,
         answer_now: AnswerNow = lambda exchange: False,
     ) -> None:
-        """Raises ``UnavailableError`` for an address that cannot be had. With ``tls`` it speaks HTTPS. With
-        ``reuse_port`` other processes of the same user may listen there too, and the kernel spreads connections."""
+        """Takes the address, without listening yet. Raises ``UnavailableError`` for one that cannot be had. With
+        ``tls`` it speaks HTTPS. With ``reuse_port`` other processes of the same user may listen there too, and the
+        kernel spreads connections."""
         self.closing = False
         """No connection shall take a further request."""
+        self.draining = False
+        """Clients shall go elsewhere: every response is the last of its connection, and says so."""
         self.answer_now = answer_now
         """Tried before ``app``."""
         self._app = app
         self._protocol = protocol
         self._tls = tls
+        self._host = host
         self._socket = _bind(host, port, reuse_port)
         self.port: int = self._socket.getsockname()[1]
         self._connections: set[Connection] = set()
@@ -49,7 +53,12 @@ class HttpServer:
         return len(self._connections)
 
     async def start(self) -> None:
-        """Returns once it listens."""
+        """Returns once it listens. Raises ``UnavailableError`` if somebody else has come to do so."""
+        try:
+            self._socket.listen(_BACKLOG)
+        except OSError as error:
+            self._socket.close()
+            raise cannot_listen(self._host, self.port, error) from error
         self._server = await asyncio.get_running_loop().create_server(
             lambda: self._protocol(self._app, self), sock=self._socket, ssl=self._tls, backlog=_BACKLOG
         )
@@ -113,8 +122,6 @@ def _bind(host: str, port: int, reuse_port: bool) -> socket.socket:
         # Inherited by every connection: a token must not wait for the acknowledgement of the one before.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.bind((host, port))
-        # Listening from here on, so that a taken port is our error and not a log line of the server.
-        listener.listen(_BACKLOG)
         listener.setblocking(False)
     except OSError as error:
         listener.close()

@@ -21,6 +21,8 @@ class Registry(Protocol[C]):
 
     closing: bool
     """No connection shall take a further request."""
+    draining: bool
+    """Every response is the last of its connection."""
 
     answer_now: AnswerNow
 

@@ -19,6 +19,7 @@ from gateway.request import RequestSpec, RequestState
 from gateway.router import Router
 from gateway.startup import StartupGate
 from omni.v1 import prompt_pb2, sampling_pb2
+from omnicore import errors
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,7 +108,8 @@ class HttpService:
             try:
                 header_s = float(header)
             except ValueError:
-                header_s = math.nan
+                told = f"must be a number of seconds, got {header[:40].decode('latin-1')!r}"
+                raise errors.InvalidRequestError.field("x-request-timeout", told) from None
             validation.check_range("x-request-timeout", header_s, 0, math.inf, closed=False)
             asked_s = min(asked_s, header_s) if asked_s else header_s
         return min(asked_s, self.limits.request_timeout_s) if asked_s else self.limits.request_timeout_s

@@ -25,6 +25,7 @@ from omnicore.log import get_logger
 from stage_worker.chunking import split_sentences
 from stage_worker.companions import applied_keys
 from stage_worker.engine import (
+    ENGINE_DEAD,
     EngineInfo,
     EngineOutput,
     EngineRequest,
@@ -275,7 +276,7 @@ class SimEngine:
         """Apply the configured faults before an output: raises, or True if the engine hangs from now on."""
         made, options = sequence.made, self._options
         if made == options.crash_after_tokens:
-            error = UnavailableError(f"sim engine: died after {made} outputs, as configured", reason="ENGINE_DEAD")
+            error = UnavailableError(f"sim engine: died after {made} outputs, as configured", reason=ENGINE_DEAD)
             self._loop.die(error)
             raise error
         if 0 <= fails_at <= made:

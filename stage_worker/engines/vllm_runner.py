@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from omnicore.errors import AlreadyExistsError, OmniError, RequestCancelledError, UnavailableError
 from omnicore.log import get_logger
+from stage_worker.engine import ENGINE_DEAD
 
 log = get_logger(__name__)
 T = TypeVar("T")
@@ -158,7 +159,7 @@ class ThreadRunner:
                         self._post(self._deliver, outputs)
         except Exception as error:
             log.exception("engine step failed")
-            self._post(self._fail, UnavailableError(f"the engine failed: {error}", reason="ENGINE_FAILED"))
+            self._post(self._fail, UnavailableError(f"the engine failed: {error}", reason=ENGINE_DEAD))
             self._refuse_commands()
         finally:
             engine.engine_core.shutdown()
@@ -277,7 +278,7 @@ class ProcessRunner:
         if self._engine is None:
             raise UnavailableError("the engine is not running", reason="ENGINE_STOPPED")
         if self._engine.errored:
-            raise UnavailableError(f"the engine failed: {self._engine.dead_error}", reason="ENGINE_FAILED")
+            raise UnavailableError(f"the engine failed: {self._engine.dead_error}", reason=ENGINE_DEAD)
 
 
 def _resolve(future: asyncio.Future[Any], value: Any) -> None:

@@ -354,6 +354,49 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new(stand: Stand) -
     await draining
 
 
+async def test_responses_of_a_gateway_that_drains_are_the_last_of_their_connections(stand: Stand) -> None:
+    """Or clients would send their next requests to connections that close under them."""
+    go = asyncio.Event()
+    worker = await stand.cluster.add("text", 0, held(go, tokens(2)))
+    await stand.ready("text")
+
+    async def answer() -> tuple[int, str | None]:
+        async with stand.http.post("/v1/chat/completions", json={"model": "text", "messages": USER}) as response:
+            await response.read()
+            return response.status, response.headers.get("connection")
+
+    async with stand.http.get("/ready") as response:
+        assert "connection" not in response.headers
+    asking = asyncio.create_task(answer())
+    await wait_until(lambda: bool(worker.running), what="call")
+    draining = asyncio.create_task(stand.gateway.drain())
+    await wait_until(lambda: stand.gateway.orchestrator.admission.draining, what="draining")
+    assert await answer() == (503, "close")
+    go.set()
+    assert await asking == (200, "close")
+    await draining
+
+
+async def test_a_dead_engine_costs_nobody_else_a_request(stand: Stand) -> None:
+    """Its replica is left at once, as one that says that it leaves: it takes no more tries, and who finds no other one
+    waits for it."""
+    died: list[Call] = []
+
+    async def dies(call: Call) -> None:
+        died.append(call)
+        call.fail(errors.UnavailableError("the engine has died", reason="ENGINE_DEAD"))
+
+    await stand.cluster.add("text", 0, dies)
+    await stand.ready("text")
+    asking = [asyncio.create_task(stand.chat("text")) for _ in range(16)]
+    await wait_until(lambda: stand.gateway.router.pools["text", 0].waiting == 16, what="all wait for another")
+    assert len(died) <= 16
+    assert stand.gateway.router.pools["text", 0].routable == 0
+    await stand.cluster.add("text", 0, tokens(2), replica_id=1)
+    assert [status for status, _ in await asyncio.gather(*asking)] == [200] * 16
+    await stand.settled()
+
+
 async def test_control_planes_fail_over_and_the_last_view_is_kept(stand: Stand) -> None:
     await stand.cluster.add("text", 0, tokens(1))
     await stand.ready("text")

@@ -133,6 +133,23 @@ async def test_what_is_not_http_is_answered_as_json() -> None:
         assert await answer(reader) == (400, "invalid_http")
 
 
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        (POST + b"content-length: -1\r\n\r\n", "Content-Length"),
+        (POST + b"transfer-encoding: chunked\r\n\r\nzz\r\n", "chunk size"),
+        (GET + b"a\0b: c\r\n\r\n", "header"),
+    ],
+)
+async def test_what_is_refused_is_told_with_its_reason_and_has_an_id(sent: bytes, told: str) -> None:
+    async with connections(protocol=Connection) as [(reader, writer)]:
+        writer.write(sent)
+        data = await asyncio.wait_for(reader.read(), 30)
+    head, _, body = data.partition(b"\r\n\r\n")
+    assert b"\r\nx-request-id: " in head
+    assert told.lower() in json.loads(body)["error"]["message"].lower()
+
+
 async def test_pipelined_requests_are_answered_in_order() -> None:
     async with connections(protocol=Connection) as [(reader, writer)]:
         writer.write(b"".join(POST + b"content-length: 1\r\n\r\n%d" % number for number in range(5)))
@@ -158,6 +175,8 @@ async def test_tokens_do_not_wait_for_acknowledgements() -> None:
 async def test_two_servers_may_share_a_port_if_both_want_to() -> None:
     first = HttpServer(_echo, "127.0.0.1", 0, reuse_port=True)
     second = HttpServer(_echo, "127.0.0.1", first.port, reuse_port=True)
+    await first.start()
+    await second.start()
     with pytest.raises(errors.UnavailableError):
         HttpServer(_echo, "127.0.0.1", first.port)
     await first.close()

@@ -155,8 +155,8 @@ async def test_a_crashed_engine_is_replaced_and_keeps_its_id(world: World) -> No
     await headless.wait_ready(START_S)
     ready = await head.wait_ready(START_S)
     first = children(headless, "stage-worker")
-    with pytest.raises(AssertionError, match=r"503: .*engine_dead"):
-        await asyncio.to_thread(chat, ready["http"], "bagel")
+    # Who asked hears nothing of it: the request goes on at the one that follows.
+    assert (await asyncio.to_thread(chat, ready["http"], "bagel"))["choices"][0]["finish_reason"]
     await wait_until(lambda: "stage-0-replica-0 is ready again" in headless.logs(), START_S, "another one")
     assert set(children(headless, "stage-worker")) != set(first)
     assert (await world.ids("bagel"))[0] == [0]

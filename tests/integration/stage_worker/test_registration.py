@@ -170,7 +170,9 @@ async def test_a_hung_engine_is_noticed_while_its_process_lives(services: Servic
 
 
 async def test_a_dead_engine_takes_its_replica_away(services: Services) -> None:
-    control_plane = await start_control_plane(services)
+    # Not with the next beat, which would be minutes away: as soon as a call has failed for it.
+    rare = ("--lease-ttl-s", "600", "--heartbeat-interval-s", "100")
+    control_plane = await start_control_plane(services, "--etcd", "embedded", *rare)
     async with registry(control_plane.ready["address"]) as table:
         await table.apply(tokens=100, crash_after_tokens=5)
         worker = await services.start("stage-worker", *worker_flags(table.address))
@@ -178,7 +180,7 @@ async def test_a_dead_engine_takes_its_replica_away(services: Services) -> None:
             call_ = stage_grpc.StageServiceStub(channel).Execute(stage_pb.ExecuteRequest(call=call("r", "x")))
             with contextlib.suppress(Exception):
                 [frame async for frame in call_]
-        assert await worker.wait_exit() == 6
+        assert await worker.wait_exit(60) == 6
         assert not await table.replicas()
         assert "the engine has died" in worker.logs()
 

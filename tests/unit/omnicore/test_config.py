@@ -113,3 +113,22 @@ def test_inherited_flags_stand_under_their_own_title(capsys: pytest.CaptureFixtu
         parse_it("--help")
     text = capsys.readouterr().out
     assert text.rindex("--peer") < text.index("Flags of several components:") < text.rindex("--colour")
+
+
+@pytest.mark.parametrize("good", ["a:1", "10.0.0.1:0", "[::1]:7700", "[fe80::1%eth0]:1", "my_host-1.example:65535"])
+def test_an_address(good: str) -> None:
+    config.host_port(good)
+
+
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        ("::1:7700", "in brackets"), ("http://127.0.0.1:7700", "host:port"), ("a b:70", "host:port"),
+        ("a:65536", "host:port"), ("a", "host:port"), (":1", "host:port"), ("[::1:7", "in brackets"),
+        ("[x]:1", "host:port"),
+    ],
+)  # fmt: skip
+def test_what_is_no_address(bad: str, told: str) -> None:
+    """``::1:7700`` would be loopback to one reader and another host to the next."""
+    with pytest.raises(ValueError, match=told):
+        config.host_port(bad)
