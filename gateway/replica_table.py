@@ -89,6 +89,17 @@ class ReplicaView:
         )
 
     @property
+    def hindrance(self) -> str:
+        """Why it is not routable, in a word or two; empty if it is."""
+        if self.record.cordoned:
+            return "cordoned"
+        if self.draining:
+            return "draining"
+        if self.record.state != types_pb2.REPLICA_STATE_READY:
+            return types_pb2.ReplicaState.Name(self.record.state).removeprefix("REPLICA_STATE_").lower()
+        return "not connected" if self.broken else "without a connector" if self.lacking else ""
+
+    @property
     def suspect(self) -> bool:
         """Take it only if nothing better is left."""
         return self.unresponsive or self.unclaimed_s is not None

@@ -18,7 +18,7 @@ import bisect
 import dataclasses
 import hashlib
 import operator
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection
 from typing import Any
 
@@ -389,11 +389,16 @@ class StagePool:
         excluded = f", {tried} tried" if tried else ""
         return errors.UnavailableError(
             f"no routable replica for stage {stage_id} of {pipeline} within {waited_s:g} s"
-            f" ({len(self.slots)} registered{excluded})",
+            f" ({len(self.slots)} registered{self._hindrances()}{excluded})",
             reason="NO_REPLICA",
             metadata=metadata,
             retry_after_s=1.0,
         )
+
+    def _hindrances(self) -> str:
+        """ ": 2 cordoned, 1 draining": why those that are there cannot be taken."""
+        why = Counter(reason for slot in self.slots.values() if (reason := slot.view.hindrance))
+        return f": {', '.join(f'{count} {reason}' for reason, count in why.items())}" if why else ""
 
     def _usable(self, slot: ReplicaSlot, exclude: Collection[Claim]) -> bool:
         """A binding holds while its replica is the same instance, routable, and not known to be in trouble."""

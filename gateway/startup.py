@@ -17,12 +17,18 @@ class StartupGate:
         """None once it is open; else "routable of planned" for each stage of each pipeline that lacks replicas."""
         if self._open:
             return None
-        lacking: dict[str, dict[str, str]] = {}
-        for name, graph in self._router.table.pipelines.items():
-            for stage_id, stage in graph.stages.items():
-                pool = self._router.pools.get((name, stage_id))
-                routable = pool.routable if pool is not None else 0
-                if routable < stage.num_replicas:
-                    lacking.setdefault(name, {})[str(stage_id)] = f"{routable} of {stage.num_replicas}"
-        self._open = bool(self._router.table.pipelines) and not lacking
-        return None if self._open else lacking
+        found = lacking(self._router)
+        self._open = bool(self._router.table.pipelines) and not found
+        return None if self._open else found
+
+
+def lacking(router: Router) -> dict[str, dict[str, str]]:
+    """ "routable of planned" for each stage of each pipeline that has fewer replicas than its plan."""
+    found: dict[str, dict[str, str]] = {}
+    for name, graph in router.table.pipelines.items():
+        for stage_id, stage in graph.stages.items():
+            pool = router.pools.get((name, stage_id))
+            routable = pool.routable if pool is not None else 0
+            if routable < stage.num_replicas:
+                found.setdefault(name, {})[str(stage_id)] = f"{routable} of {stage.num_replicas}"
+    return found

@@ -12,7 +12,7 @@ _HINTS: dict[str, str] = {
     "CONNECTION_LOST": "it may be restarting: try again, or look at 'omnictl status'",
     "CONFLICT": "look at it again with 'omnictl get', then repeat the command",
     "CONTEXT_NOT_FOUND": "'omnictl context list' shows those that there are",
-    "KEY_NOT_FOUND": "'omnictl etcd ls' lists the keys that exist",
+    "KEY_NOT_FOUND": "'omnictl etcd ls -o name' lists the keys that exist",
     "ETCD_COMPACTED": "etcd has forgotten that history: begin anew, without --revision",
     "TOO_MANY_WATCHES": "end one of them, or ask another control plane with --server",
     "REPLICA_UNHEALTHY": "'omnictl get replicas' shows it; --skip-unhealthy leaves such replicas out",

@@ -32,4 +32,7 @@ def main(address: str, model: str, question: str) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 4:
         sys.exit('usage: python grpc_chat.py ADDRESS MODEL "question"')
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except grpc.RpcError as error:
+        sys.exit(f"{error.code().name}: {error.details()}")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+from gateway.http.body_fields import as_in_body
 from gateway.http.direct_chat import DirectChat
-from gateway.http.endpoints import as_in_body, openai_endpoints
+from gateway.http.endpoints import openai_endpoints
 from gateway.http.exchange import Exchange
 from gateway.http.paths import Match, PathTable
 from gateway.http.probes import Probes
@@ -50,7 +51,7 @@ class GatewayApp:
             if typed is not error:
                 _log.exception("request failed", path=exchange.path)
             if not exchange.started:
-                exchange.answer_error(as_in_body(typed))
+                exchange.answer_error(as_in_body(typed, exchange.path))
             exchange.finish()
             return True
 
@@ -71,7 +72,7 @@ class GatewayApp:
             if typed is not error:
                 _log.exception("request failed", path=exchange.path)
             if not exchange.started:
-                await exchange.error(as_in_body(typed) if exchange.path.startswith("/v1/") else typed)
+                await exchange.error(as_in_body(typed, exchange.path))
             elif typed is error:
                 # The response stays incomplete, so the connection breaks: there is no other sign.
                 _log.warning("response broke off", path=exchange.path, reason=typed.message)

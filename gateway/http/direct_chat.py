@@ -11,8 +11,8 @@ import time
 import orjson
 
 from gateway.admission import Entry, effective_priority
+from gateway.http.body_fields import as_in_body
 from gateway.http.chat import ChatChunks, plain_answer
-from gateway.http.endpoints import as_in_body
 from gateway.http.exchange import JSON_HEADERS, Exchange
 from gateway.http.plain_chat import PlainChat, plain_chat
 from gateway.http.service import HttpService
@@ -127,4 +127,4 @@ class _Answer:
         if typed is not error:
             _log.exception("request failed", request_id=self._state.request_id)
         if not self._exchange.started:
-            self._exchange.answer_error(as_in_body(typed))
+            self._exchange.answer_error(as_in_body(typed, self._exchange.path))

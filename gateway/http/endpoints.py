@@ -13,11 +13,7 @@ from gateway.http.service import HttpService
 from gateway.http.speech import SpeechEndpoint
 from gateway.http.tokens import TokenEndpoints
 from gateway.http.transcriptions import TranscriptionEndpoint
-from omnicore import errors
 from omnicore.api_keys import KeyRole
-
-_INNER = ("sampling.", "prompt.", "speech.")
-"""Where a StageCall has what stands at the top of a body."""
 
 Handler = Callable[[Exchange], Awaitable[None]]
 
@@ -36,22 +32,3 @@ def openai_endpoints(service: HttpService) -> Iterator[tuple[str, str, Handler, 
     yield "GET", "/v1/models", models.list, KeyRole.READ
     yield "GET", "/v1/models/{model:path}", models.get, KeyRole.READ
     yield "GET", "/version", models.version, KeyRole.READ
-
-
-def as_in_body(error: errors.OmniError) -> errors.OmniError:
-    """The error of a worker, which names fields as messages between services have them, with the fields of a body."""
-    if not error.violations or not error.violations[0].field.startswith(_INNER):
-        return error
-    return type(error)(
-        _bare(error.message),
-        reason=error.reason,
-        metadata=error.metadata,
-        violations=[errors.FieldViolation(_bare(v.field), v.description) for v in error.violations],
-        retry_after_s=error.retry_after_s,
-    )
-
-
-def _bare(text: str) -> str:
-    for prefix in _INNER:
-        text = text.removeprefix(prefix)
-    return text

@@ -395,7 +395,8 @@ class Exchange:
 
 
 def _too_large(limit_bytes: int) -> errors.InvalidRequestError:
-    return errors.InvalidRequestError.field("body", f"must be at most {limit_bytes} bytes", reason="BODY_TOO_LARGE")
+    told = f"must be at most {limit_bytes} bytes (--max-body-bytes)"
+    return errors.InvalidRequestError.field("body", told, reason="BODY_TOO_LARGE")
 
 
 def _split(target: bytes) -> tuple[str, str, str]:

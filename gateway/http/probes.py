@@ -10,6 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from gateway.http.exchange import Exchange
 from gateway.http.service import HttpService
 from gateway.processes import together
+from gateway.startup import lacking
 from omnicore.clock import SYSTEM_CLOCK
 
 
@@ -28,8 +29,10 @@ class Probes:
         if (missing := self._service.startup.missing()) is not None:
             await exchange.json({"status": "starting", "missing": missing}, 503)
             return
-        ready = self._service.router.ready_pipelines()
-        degraded = not ready or not all(ready.values()) or not self._service.metrics.control_plane_connected
+        router = self._service.router
+        ready = router.ready_pipelines()
+        whole = bool(ready) and all(ready.values()) and not lacking(router)
+        degraded = not whole or not self._service.metrics.control_plane_connected
         uptime_s = round(SYSTEM_CLOCK.monotonic() - self._started_s, 1)
         await exchange.json({"status": "ok", "degraded": degraded, "uptime_s": uptime_s})
 
@@ -52,9 +55,10 @@ class Probes:
         router, orchestrator = self._service.router, self._service.orchestrator
         ready = router.ready_pipelines()
         draining = orchestrator.admission.draining
-        complete = self._service.startup.missing() is None
+        missing = self._service.startup.missing()
         return {
-            "ready": any(ready.values()) and complete and not draining,
+            "ready": any(ready.values()) and missing is None and not draining,
+            **({"missing": missing} if missing is not None else {}),
             "draining": draining,
             "control_plane_connected": self._service.metrics.control_plane_connected,
             "stale": router.table.stale,

@@ -220,5 +220,6 @@ COMPONENTS: Final[Mapping[str, Schema]] = {
         "ready",
         ready=flag(), draining=flag(), control_plane_connected=flag(), stale=flag(), revision=whole(),
         inflight_requests=whole(), pipelines={"type": "object", "additionalProperties": {"type": "object"}},
+        missing={"type": "object"},
     ),
 }  # fmt: skip

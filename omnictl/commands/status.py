@@ -83,7 +83,7 @@ async def _gateway(settings: Settings) -> _GatewayStatus:
     models = list(response.models)
     unready = [model.id for model in models if not model.ready]
     detail = f"cannot serve {', '.join(unready)} now" if unready else "" if models else "no pipeline to serve"
-    ready = bool(models) and not unready
+    ready = len(unready) < len(models)
     if http:
         code, body = await asyncio.to_thread(_probe, f"{http}/ready", settings.timeout_s)
         if code != 200:

@@ -25,6 +25,13 @@ _BUILT_IN: dict[str, tuple[str, str]] = {
     "hibari-vocoder": ("stage_worker.engines.hibari_vocoder", "speech"),
 }
 
+# Names that plans have for models which no engine here runs yet: see docs/feature-status.md.
+_NOT_SHIPPED = {
+    "vllm-omni": "it runs vLLM-Omni's own models, diffusion stages among them.",
+    "transformers-omni": "it runs omni models by Transformers.",
+    "diffusers": "it runs diffusion models.",
+}
+
 
 def create_engine(stage: pipeline_pb2.Stage, devices: Sequence[str]) -> Engine:
     """The engine of a stage, not started. Raises ``InvalidRequestError`` for an unknown engine or wrong engine
@@ -51,6 +58,13 @@ def _factory(name: str) -> EngineFactory:
         except ImportError as error:
             package = plugin.dist.name if plugin.dist is not None else plugin.value
             raise _missing(name, f"install what {package} needs", error) from error
+    if name in _NOT_SHIPPED:
+        raise UnavailableError(
+            f"engine {name!r} is not part of Omniplane: {_NOT_SHIPPED[name]} A package may bring it (entry points"
+            f" {ENTRY_POINT_GROUP!r}); {WITHOUT_LIBRARIES}",
+            reason="ENGINE_NOT_INSTALLED",
+            metadata={"engine": name},
+        )
     raise InvalidRequestError.field("engine", f"unknown engine {name!r}; known: {', '.join(known_engines())}")
 
 

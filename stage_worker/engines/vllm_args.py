@@ -116,6 +116,17 @@ def refusal(error: Exception) -> InvalidRequestError:
     return InvalidRequestError(message, violations=list(violations.values()))
 
 
+def refused_request(error: Exception, field: str = "") -> InvalidRequestError:
+    """What vLLM says of a request that it does not take, with the parameter's name where it tells it, else with
+    ``field``."""
+    parameter = getattr(error, "parameter", None)
+    if parameter in sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name:
+        return InvalidRequestError.field(f"sampling.{parameter}", str(error.args[0] if error.args else error))
+    if field:
+        return InvalidRequestError.field(field, str(error))
+    return InvalidRequestError(f"vLLM refuses the request: {error}")
+
+
 def set_environment(environ: MutableMapping[str, str], *, on_cpu: bool, in_process: bool) -> None:
     """What vLLM and its libraries read from the environment, before they are imported. Set values are kept, except
     that nothing is ever reported to anybody."""

@@ -132,7 +132,7 @@ class VllmEngine:
         except OmniError:
             raise
         except self._refusals as error:
-            raise InvalidRequestError(f"vLLM refuses the request: {error}") from error
+            raise vllm_args.refused_request(error) from error
         finally:
             self._active -= 1
 
@@ -313,7 +313,7 @@ class VllmEngine:
                 arguments["structured_outputs"] = self._structured_class(**structured)
             return self._sampling_class(**arguments, output_kind=self._delta)
         except self._refusals as error:
-            raise InvalidRequestError.field("sampling", str(error)) from error
+            raise vllm_args.refused_request(error, "sampling") from error
 
     def _build(self) -> Any:
         """Import vLLM and make the engine. Takes seconds; in the runner's thread."""

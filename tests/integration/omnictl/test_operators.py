@@ -105,7 +105,7 @@ def test_one_unknown_stage_refuses_all_of_it(cluster: Cli, stages: str) -> None:
         (["drain", "speech/1/4294967296"], 2, "the replica id must be a whole number from 0 to 4294967295, got '4294"),
         (["drain", "speech/1/0", "--wait-timeout", "3s"], 2, "goes with --wait"),
         (["describe", "stage", "speech"], 2, "STAGE: must be PIPELINE/STAGE"),
-        (["etcd", "get", "pipelines/nope"], 4, "hint: 'omnictl etcd ls'"),
+        (["etcd", "get", "pipelines/nope"], 4, "hint: 'omnictl etcd ls -o name'"),
         (["etcd", "ls", "/registry/"], 2, "this cluster's keys, got '/registry/'"),
         (["etcd", "watch", "--revision", "x"], 2, "--revision: must be a whole number"),
         (["top", "--interval", "0"], 2, "--interval"),

@@ -170,7 +170,7 @@ async def test_completions_of_several_prompts() -> None:
         status, answer = await stand.post("/v1/completions", {"model": "words", "prompt": "much " * 51})
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
         status, answer = await stand.chat("words", response_format={"type": "json_object"})
-        assert (status, answer["error"]["param"]) == (400, "structured_output")
+        assert (status, answer["error"]["param"]) == (400, "response_format")
         await stand.settled()
 
 
@@ -257,7 +257,7 @@ async def test_tokens_models_and_version() -> None:
             ("/tokenize", {"model": "nope", "prompt": "x"}, 404, "model"),
             ("/detokenize", {"model": "words"}, 400, "tokens"),
             ("/detokenize", {"model": "words", "tokens": [-1]}, 400, "tokens[0]"),
-            ("/detokenize", {"model": "words", "tokens": [1, 99999999]}, 400, "token_ids[1]"),
+            ("/detokenize", {"model": "words", "tokens": [1, 99999999]}, 400, "tokens[1]"),
         ):
             status, answer = await stand.post(path, body)
             assert (status, answer["error"]["param"]) == (code, param), answer

@@ -333,3 +333,10 @@ def test_changes_in_any_order_leave_the_tiers_as_they_would_be_made_anew() -> No
         routable = sorted((slot for slot in pool.slots.values() if slot.routable), key=lambda slot: slot.order)
         assert pool._healthy == [slot for slot in routable if not slot.suspect]
         assert pool._suspect == [slot for slot in routable if slot.suspect]
+
+
+async def test_who_finds_nobody_is_told_what_is_in_the_way() -> None:
+    starting = view(2, state=types_pb2.REPLICA_STATE_STARTING)
+    pool = pool_of(view(0, cordoned=True), view(1, cordoned=True), starting, view(3, broken=True))
+    with pytest.raises(errors.UnavailableError, match=r"4 registered: 2 cordoned, 1 starting, 1 not connected\)"):
+        await pool.pick("a", max_wait_s=0)

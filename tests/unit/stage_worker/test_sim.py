@@ -283,6 +283,12 @@ def test_unknown_engines_are_refused_with_those_that_exist() -> None:
         create_engine(pipeline_pb2.Stage(engine="simm"), ())
 
 
+def test_engines_that_plans_may_name_and_nobody_ships_are_told_apart_from_unknown_ones() -> None:
+    with pytest.raises(UnavailableError, match=r"'vllm-omni' is not part of Omniplane.*--engine sim") as caught:
+        create_engine(pipeline_pb2.Stage(engine="vllm-omni"), ())
+    assert caught.value.reason == "ENGINE_NOT_INSTALLED"
+
+
 async def test_log_probabilities_are_of_each_token_and_only_if_asked_for() -> None:
     async with started(tokens=5) as engine:
         plain = await run(engine, request())
