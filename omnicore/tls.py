@@ -28,6 +28,7 @@ CA, CERT, KEY = "--tls-ca", "--tls-cert", "--tls-key"
 
 WARN_BEFORE_S = 7 * 86400.0
 _WARN_EVERY_S = 3600.0
+_HOSTNAME_MISMATCH = 62  # X509_V_ERR_HOSTNAME_MISMATCH of openssl/x509_vfy.h
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,6 +136,9 @@ def _prove(contents: Mapping[str, bytes], server_name: str) -> Mapping[str, Any]
         return _handshake(client, server, server_name or None)
     except ssl.SSLError as error:
         why = getattr(error, "verify_message", "") or error.reason or "the handshake failed"
+        if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code == _HOSTNAME_MISMATCH:
+            told = f"the certificate is that of another role: its callers look for {server_name!r}"
+            raise InvalidRequestError.field(CERT, told) from None
         raise InvalidRequestError.field(CERT, f"cannot be used with the authority of {CA}: {why}") from None
 
 

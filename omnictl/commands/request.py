@@ -41,6 +41,7 @@ def add(commands: Commands) -> None:
     )
     listed.add_argument("--model", metavar="PIPELINE", default="", help="only those of this pipeline")
     listed.add_argument("--all", action="store_true", help="also those that ended lately")
+    listed.add_argument("--no-headers", action="store_true", help="leave out the headings of a table")
     add_output_flag(listed, ("table", "json", "yaml"))
     get = group.add(
         "get",
@@ -85,7 +86,8 @@ async def _list(args: argparse.Namespace) -> int:
         listed = [{"gateway": address, **output.to_dict(row)} for address, row in found]
         output.print_structured({"requests": listed}, args.output)
     elif found:
-        print(output.table(_list_columns(), found))
+        text = output.table(_list_columns(), found)
+        print(text.partition("\n")[2] if args.no_headers else text)
     else:
         print("no requests", file=sys.stderr)
     for address, count in silent.items():
