@@ -146,8 +146,8 @@ class Admission:
         """
         entry = entry if entry is not None else Entry()
         if not self.try_enter(entry):
-            account, now_s = self._checked(entry)
-            await self._wait(entry, account, now_s)
+            account = self.check(entry)
+            await self._wait(entry, account)
             account.admitted += 1
         return entry
 
@@ -160,7 +160,17 @@ class Admission:
 
     def check(self, entry: Entry) -> Account:
         """Where it counts from now on. Raises as ``enter`` if it may neither run nor wait."""
-        return self._checked(entry)[0]
+        if entry.gone:
+            raise _aborted(entry)
+        if self.draining:
+            self.rejected["draining"] += 1
+            raise _draining()
+        now_s = entry.since_s = self._clock.monotonic()
+        account = self.accounts.of(entry.key, now_s)
+        if account.limited and (error := account.check(now_s)) is not None:
+            self.rejected[error.metadata["cause"]] += 1
+            raise error
+        return account
 
     def take(self, entry: Entry, account: Account) -> None:
         """A place for what ``check`` has let pass in this turn of the event loop, while this is not ``full``."""
@@ -169,20 +179,6 @@ class Admission:
         entry.account = account
         account.enter()
         account.admitted += 1
-
-    def _checked(self, entry: Entry) -> tuple[Account, float]:
-        """Its account, where it counts from now on, and the time; raises if it may neither run nor wait."""
-        if entry.gone:
-            raise _aborted(entry)
-        if self.draining:
-            self.rejected["draining"] += 1
-            raise _draining()
-        now_s = self._clock.monotonic()
-        account = self.accounts.of(entry.key, now_s)
-        if account.limited and (error := account.check(now_s)) is not None:
-            self.rejected[error.metadata["cause"]] += 1
-            raise error
-        return account, now_s
 
     def check_together(self, key: ApiKey, count: int, field: str) -> None:
         """May ``count`` requests, which succeed or fail together, enter now? Counts nothing.
@@ -251,13 +247,13 @@ class Admission:
         if not self.inflight:
             self._empty.set()
 
-    async def _wait(self, entry: Entry, account: Account, now_s: float) -> None:
+    async def _wait(self, entry: Entry, account: Account) -> None:
         """Returns with a place taken, or raises without."""
         try:
             if len(self._queue) >= self._max_queued:
                 self._make_room(entry, account)
             place = entry.place = asyncio.get_running_loop().create_future()
-            entry.account, entry.since_s = account, now_s
+            entry.account = account
             account.enter()
             self._queue.push(entry, entry.priority, account.key.id)
             self._arm(entry)
@@ -280,7 +276,7 @@ class Admission:
         except BaseException:
             account.not_served(self._clock.monotonic())
             raise
-        self.waits[entry.priority].observe(self._clock.monotonic() - now_s)
+        self.waits[entry.priority].observe(self._clock.monotonic() - entry.since_s)
 
     def _make_room(self, entry: Entry, account: Account) -> None:
         displaced = self._queue.make_room(entry.priority, account.key.id) if self._max_queued else None

@@ -17,9 +17,10 @@ from gateway.balancers import NO_HINT, POLICIES, Hint, PrefixAffinityBalancer, T
 from gateway.graph import PipelineGraph
 from gateway.prefix import prefix_key
 from gateway.replica_session import ReplicaSession
+from gateway.replica_slot import ReplicaSlot
 from gateway.replica_table import Claim, ReplicaTable, ReplicaView, StageKey, replica_key
 from gateway.request import RequestSpec
-from gateway.stage_pool import Assignment, PoolClosedError, ReplicaSlot, StagePool
+from gateway.stage_pool import Assignment, PoolClosedError, StagePool
 from gateway.topology import Distances
 from omni.v1 import prompt_pb2, types_pb2
 from omnicore import errors, rpc

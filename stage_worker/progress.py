@@ -19,13 +19,41 @@ class EngineDiedError(UnavailableError):
     default_reason = ENGINE_DEAD
 
 
+class DeathWatch:
+    """Asks the engine as soon as a call says that it is dead, and not with the next beat: what comes meanwhile would
+    fail, too."""
+
+    def __init__(self, probe: Callable[[], Awaitable[None]], on_death: Callable[[EngineDiedError], None]) -> None:
+        """``probe`` is the engine's; ``on_death`` is called if it fails."""
+        self._probe = probe
+        self._on_death = on_death
+        self._asking: asyncio.Task[None] | None = None
+
+    def suspect(self) -> None:
+        """A call has failed because of a dead engine, this one or one whose output it read."""
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._ask(), name="engine-suspected")
+
+    def close(self) -> None:
+        """Ask no more."""
+        if self._asking is not None:
+            self._asking.cancel()
+
+    async def _ask(self) -> None:
+        try:
+            await self._probe()
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the engine does not work
+            self._on_death(_died(error))
+        self._asking = None
+
+
 class Progress:
     """Counts outputs; the runner of every call adds to ``outputs`` directly."""
 
     def __init__(self) -> None:
         self.outputs = 0
         self.on_suspicion: Callable[[], None] = lambda: None
-        """Called when a call has failed because of a dead engine, this one or one whose output it read."""
+        """See ``DeathWatch.suspect``."""
 
 
 class LoadSource:
@@ -87,7 +115,7 @@ class Vitality:
                 if probing.done():
                     probing.result()
             except Exception as error:
-                raise EngineDiedError(f"the engine has died: {from_exception(error).message}") from error
+                raise _died(error) from error
             finally:
                 self._asking -= 1
                 if not self._asking:
@@ -95,3 +123,7 @@ class Vitality:
                     self._probing = None
                     probing.cancel()
         return self._progress.outputs
+
+
+def _died(error: Exception) -> EngineDiedError:
+    return EngineDiedError(f"the engine has died: {from_exception(error).message}")

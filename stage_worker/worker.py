@@ -26,7 +26,7 @@ from omnicore import protocol, rpc, trace_config
 from omnicore.clock import SYSTEM_CLOCK, Clock
 from omnicore.config import join_host_port, split_host_port
 from omnicore.durations import to_duration
-from omnicore.errors import InternalError, OmniError, UnavailableError, from_exception
+from omnicore.errors import InternalError, OmniError, UnavailableError
 from omnicore.grpc_stream_server import StreamMethod, StreamServer
 from omnicore.log import get_logger
 from omnicore.metrics_http import MetricsServer
@@ -39,7 +39,7 @@ from stage_worker.drain import Drain
 from stage_worker.engine import Engine
 from stage_worker.engines import create_engine
 from stage_worker.identity import Identity
-from stage_worker.progress import EngineDiedError, LoadSource, Vitality
+from stage_worker.progress import DeathWatch, LoadSource, Vitality
 from stage_worker.registrar import Registrar
 from stage_worker.session_stream import SessionStream
 from stage_worker.sessions import SessionSet
@@ -106,8 +106,8 @@ class Worker:
         engine, connectors, progress = self.parts.engine, self.parts.connectors, self.parts.progress
         self.load = LoadSource(engine, connectors.usage, lambda: len(self.parts.calls), progress)
         self.vitality = Vitality(progress, self.load, engine.probe)
-        progress.on_suspicion = self._suspect_engine
-        self._asking: asyncio.Task[None] | None = None
+        self._death_watch = DeathWatch(engine.probe, self._engine_died)
+        progress.on_suspicion = self._death_watch.suspect
         self.sessions = SessionSet(self.parts, self.load, self.vitality, clock)
         self._drain_limit = to_duration(min(config.drain_timeout_s, _MAX_DRAIN_LIMIT_S))
         self.drain = Drain(self.parts.calls, self.parts.flows, self.sessions, clock, limit_s=config.drain_timeout_s)
@@ -275,8 +275,7 @@ class Worker:
         if self._server is not None:
             await self._server.stop(_STOP_GRACE_S)
         await self._cancel("sweep")
-        if self._asking is not None:
-            self._asking.cancel()
+        self._death_watch.close()
         try:
             async with asyncio.timeout(ENGINE_CLOSE_TIMEOUT_S):
                 await self.parts.engine.close()
@@ -350,18 +349,6 @@ class Worker:
             await self.registrar.run()
         except OmniError as error:
             self._engine_died(error)
-
-    def _suspect_engine(self) -> None:
-        """Ask it at once, and not with the next beat: what comes meanwhile would fail, too."""
-        if self._asking is None:
-            self._asking = asyncio.create_task(self._ask_engine(), name="engine-suspected")
-
-    async def _ask_engine(self) -> None:
-        try:
-            await self.parts.engine.probe()
-        except Exception as error:  # noqa: BLE001 -- whatever it is, the engine does not work
-            self._engine_died(EngineDiedError(f"the engine has died: {from_exception(error).message}"))
-        self._asking = None
 
     def _engine_died(self, error: OmniError) -> None:
         if self.failure is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import re
 import urllib.parse
 from collections.abc import Callable, Iterable, Mapping
@@ -13,6 +12,7 @@ import orjson
 
 from gateway.access.control import ANYBODY
 from gateway.http.ids import random_id
+from gateway.http.request_head import split_target
 from gateway.http.responses import STATUS_LINES, date_line, error_body, http_status
 from gateway.request import Leavable
 from omnicore import errors
@@ -24,7 +24,6 @@ _PRINTABLE = re.compile(rb"[!-~]+")
 _JSON = (b"content-type", b"application/json")
 JSON_HEADERS = (_JSON,)
 """Of a whole response as JSON; given to ``respond`` as this very object, it is written fastest."""
-_KEPT_BYTES = 512  # of a target whose parts are kept: 256 of the longest would be 100 MB
 # How the end of a body is told.
 _BY_LENGTH, _CHUNKED, _BY_CLOSE, _NONE = range(4)
 
@@ -94,7 +93,7 @@ class Exchange:
         """``headers`` by lower-case name; of those that came more than once, the values joined by commas."""
         self.method = method
         self.headers = headers
-        self.raw_path, self.raw_query, self.path = (_split_known if len(target) <= _KEPT_BYTES else _split)(target)
+        self.raw_path, self.raw_query, self.path = split_target(target)
         """As they came: percent-encoded, the query without its question mark; and the path decoded."""
         self.path_params: dict[str, str] = {}
         """What the parameters of the matching path template stand for."""
@@ -232,7 +231,7 @@ class Exchange:
         lines = [STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
         framing = _CHUNKED if self.http_1_1 else _BY_CLOSE
         count = 2  # with the empty line at the end
-        if replays := self._replays:
+        if self._on_leave is not None and (replays := self._on_leave.replays):
             self.extra_headers += ((b"x-omniplane-replays", b"%d" % replays),)
         for name, value in (*headers, (b"x-request-id", self.request_id), *self.extra_headers):
             if name == b"content-length":
@@ -301,12 +300,8 @@ class Exchange:
             and not self.extra_headers
             and self.method != "HEAD"
             and not self.wire.ends
-            and not self._replays
+            and (self._on_leave is None or not self._on_leave.replays)
         )
-
-    @property
-    def _replays(self) -> int:
-        return self._on_leave.replays if self._on_leave is not None else 0
 
     async def respond(self, status: int, data: bytes, headers: Headers) -> None:
         """Send a whole response, and wait while the client is behind with reading."""
@@ -397,15 +392,3 @@ class Exchange:
 def _too_large(limit_bytes: int) -> errors.InvalidRequestError:
     told = f"must be at most {limit_bytes} bytes (--max-body-bytes)"
     return errors.InvalidRequestError.field("body", told, reason="BODY_TOO_LARGE")
-
-
-def _split(target: bytes) -> tuple[str, str, str]:
-    """Path and query string of a request's target, which may be a whole URL; and the path decoded."""
-    text = target.decode("latin-1")
-    if not text.startswith("/") and "://" in text:
-        text = "/" + text.partition("://")[2].partition("/")[2]
-    path, _, query = text.partition("?")
-    return path, query, urllib.parse.unquote(path) if "%" in path else path
-
-
-_split_known = functools.lru_cache(maxsize=256)(_split)

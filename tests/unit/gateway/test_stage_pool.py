@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from gateway.balancers import create_balancer
+from gateway.replica_slot import ReplicaSlot
 from gateway.replica_table import ReplicaView
-from gateway.stage_pool import SESSION_TTL_S, ReplicaSlot, StagePool
+from gateway.stage_pool import SESSION_TTL_S, StagePool
 from omni.v1 import types_pb2
 from omnicore import errors
 from omnicore.clock import ManualClock
