@@ -231,7 +231,7 @@ async def measure_processes(
         for processes, target in found.items():
             with gateway_scaling.quotas(tree(target.pid)):
                 await bench.quiet(effort.quiet_wait_s)
-                row = await bench.measure(target, "unary", 64, effort.seconds)
+                row = await bench.measure(target, "unary", 64 * processes, effort.seconds)
                 rates[processes].append(row["per_s"])
     one, two = (statistics.median(rates[processes]) for processes in (1, 2))
     share = gateway_scaling.SHARE

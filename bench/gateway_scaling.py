@@ -1,7 +1,8 @@
 """Two gateway processes on one port against one, on any number of cores.
 
 Each process gets the same share of a core, through the kernel's CPU quota (cgroup), small enough that load and workers
-can keep up with two of them on two cores. So what is compared is what a second process adds, not a second core.
+can keep up with two of them on two cores. So what is compared is what a second process adds, not a second core. Each
+has 64 connections: with 32 there is nothing to answer for part of its share, since who waits asks nothing.
 """
 
 from __future__ import annotations
