@@ -119,7 +119,9 @@ async def test_a_producer_out_of_reach_is_told_by_name() -> None:
         assert isinstance(lost.error, errors.UnavailableError)
         assert lost.error.reason == "PEER_LOST"
         assert lost.error.metadata["peer_endpoint"] == source.flow.endpoint
-        assert "failed to connect" in lost.error.message
+        # Refused at once, or on a busy machine not answered in time.
+        why = lost.error.message.rpartition("was lost: ")[2]
+        assert "failed to connect" in why or f"{source.flow.endpoint} does not answer" in why
         await assert_empty([thinker, talker])
 
 
