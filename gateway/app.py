@@ -234,6 +234,7 @@ class Gateway:
         await self.router.close()
         if self._use is not None:
             self._use.close()
+            self._use = None
         if self._spans is not None:
             await self._spans.close()
 

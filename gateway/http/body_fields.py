@@ -22,8 +22,9 @@ _NAMES: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 def as_in_body(error: errors.OmniError, path: str) -> errors.OmniError:
-    """An error, maybe a worker's, with the fields of a body of the endpoint at ``path``. REST's are the messages'."""
-    if not error.violations or path.startswith("/api/"):
+    """An error, maybe a worker's, with the fields of a body of the endpoint at ``path``. REST's are the messages'; and
+    a field that a body has and nobody knows is told as it was sent."""
+    if not error.violations or path.startswith("/api/") or error.reason == "UNKNOWN_FIELD":
         return error
     names = _NAMES.get(path, ())
     violations = [errors.FieldViolation(_in_body(v.field, names), v.description) for v in error.violations]

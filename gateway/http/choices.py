@@ -13,6 +13,7 @@ from typing import Protocol
 
 from gateway.admission import Admission
 from gateway.graph import PipelineGraph
+from gateway.http.body_fields import as_in_body
 from gateway.http.events import COMMENT, DONE, HEADERS, error_event
 from gateway.http.exchange import Exchange
 from gateway.request import RequestState, Usage
@@ -175,7 +176,8 @@ async def stream_choices(
             raise
         if not isinstance(error, errors.OmniError):
             _log.exception("stream failed", request_id=choices.states[0].request_id)
-        await _send(exchange, error_event(errors.from_exception(error)) + DONE, more=False)
+        told = as_in_body(errors.from_exception(error), exchange.path)
+        await _send(exchange, error_event(told) + DONE, more=False)
     finally:
         choices.abort("its response has ended")
         await outputs.aclose()

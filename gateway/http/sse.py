@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from gateway.http.body_fields import as_in_body
 from gateway.http.events import COMMENT, DONE, HEADERS, error_event
 from gateway.http.exchange import Exchange
 from gateway.request import RequestState
@@ -141,7 +142,8 @@ class EventStream:
         if not isinstance(error, errors.OmniError):
             _log.exception("stream failed", request_id=self._state.request_id)
         try:
-            self._exchange.send(error_event(errors.from_exception(error)) + DONE, more=False)
+            told = as_in_body(errors.from_exception(error), self._exchange.path)
+            self._exchange.send(error_event(told) + DONE, more=False)
         finally:
             self._end(None)
 

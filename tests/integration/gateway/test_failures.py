@@ -13,7 +13,7 @@ import pytest
 from gateway.balancers import NO_HINT, C, Hint, RoundRobinBalancer
 from omni.v1 import stage_service_pb2, transfer_pb2
 from omnicore import errors
-from tests.integration.gateway.conftest import USER, Stand, running_stand
+from tests.integration.gateway.conftest import USER, Stand, events, running_stand
 from tests.integration.gateway.scripted import Call
 from tests.integration.gateway.scripts import broken, endless, hang, held, silent, speak, tokens
 from tests.support.pipelines import speech_pipeline, text_pipeline
@@ -375,6 +375,23 @@ async def test_responses_of_a_gateway_that_drains_are_the_last_of_their_connecti
     go.set()
     assert await asking == (200, "close")
     await draining
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+async def test_an_error_event_names_the_field_of_the_body(stand: Stand, choices: int) -> None:
+    async def refuses(call: Call) -> None:
+        call.text("a")
+        call.fail(errors.InvalidRequestError.field("sampling.structured_output", "must be better"))
+
+    await stand.cluster.add("text", 0, refuses)
+    await stand.ready("text")
+    body = {"model": "text", "messages": USER, "stream": True, "n": choices}
+    async with stand.http.post("/v1/chat/completions", json=body) as response:
+        assert response.status == 200
+        *_, error, done = events(await response.read())
+    assert done == "[DONE]"
+    assert isinstance(error, dict)
+    assert error["error"]["param"] == "response_format"
 
 
 async def test_a_dead_engine_costs_nobody_else_a_request(stand: Stand) -> None:

@@ -38,3 +38,12 @@ def test_a_field_has_the_name_that_the_client_gave_it(path: str, field: str, tol
 def test_an_error_of_no_field_is_left_as_it_is() -> None:
     error = errors.InternalError("prompt: a bug")
     assert as_in_body(error, CHAT) is error
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [(CHAT, "prompt"), (CHAT, "voice"), (COMPLETION, "text"), ("/detokenize", "token_ids")]
+)
+def test_a_field_that_nobody_knows_is_told_as_it_was_sent(path: str, field: str) -> None:
+    """A chat with a field "prompt" must not be told that "messages" is unknown."""
+    error = errors.InvalidRequestError.field(field, "unknown field", reason="UNKNOWN_FIELD")
+    assert as_in_body(error, path) is error
